@@ -1,0 +1,191 @@
+"""Emoji scenes: what can be asked (records in GenEval's field names), and pictures that show it.
+
+A canvas has 2 x 2 cells and at most one object a cell. Six kinds of prompts, as in GenEval. Compositions are split once
+and for all: a composition is the multiset of (class, colour, count) a prompt asks for, whatever the wording, the order or
+the relation, so a pair that evaluation asks about is never asked about in SFT or RL.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+from mar_grpo.data.emoji import CLASSES, COLORS, GLYPH_PX, GLYPHS, SHAPES, glyph_rgba, glyphs_of
+
+CANVAS_PX = 64
+CELL_PX = 32
+CELLS = 4
+BACKGROUND = (214, 226, 236)
+TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+RELATIONS = ("left of", "right of", "above", "below")
+HELD_OUT_SHARE = 0.25
+
+Record = dict[str, Any]
+Scene = tuple[tuple[int, int], ...]  # (glyph index, cell 0..3 in row-major order), sorted by cell
+Split = Literal["train", "held_out"]
+
+_PLURALS = {name: name + "s" for name in CLASSES} | {"fish": "fish"}
+_NUMBERS = {2: "two", 3: "three", 4: "four"}
+
+
+# --- what can be asked -------------------------------------------------------------------------------------------
+
+
+def split_of(record: Record) -> Split:
+    """Which side of the split a record's composition is on: a hash of what is asked for, not of the wording."""
+    entries = sorted(f"{e.get('color') or '-'} {e['class']} x{e['count']}" for e in record["include"])
+    digest = hashlib.sha256("; ".join(entries).encode()).digest()
+    return "held_out" if digest[0] < 256 * HELD_OUT_SHARE else "train"
+
+
+@functools.cache
+def _all_records() -> tuple[Record, ...]:
+    records: list[Record] = []
+    for name in CLASSES:
+        records.append(_record("single_object", [_entry(name)]))
+        for count in (2, 3, 4):
+            record = _record("counting", [_entry(name, count)])
+            records.append(record | {"exclude": [{"class": name, "count": count + 1}]})
+    for color, shape in itertools.product(COLORS, SHAPES):
+        records.append(_record("colors", [_entry(shape, color=color)]))
+    for first, second in itertools.permutations(CLASSES, 2):
+        records.append(_record("two_object", [_entry(first), _entry(second)]))
+        for relation in RELATIONS:
+            records.append(_record("position", [_entry(second), _entry(first) | {"position": [relation, 0]}]))
+    for first, second in itertools.permutations(itertools.product(COLORS, SHAPES), 2):
+        if first[0] != second[0] and first[1] != second[1]:
+            entries = [_entry(shape, color=color) for color, shape in (first, second)]
+            records.append(_record("color_attr", entries))
+    return tuple(records)
+
+
+def compositions(split: Split) -> list[Record]:
+    """Every record of one side of the split, in a fixed order."""
+    return [record for record in _all_records() if split_of(record) == split]
+
+
+def _entry(name: str, count: int = 1, color: str | None = None) -> Record:
+    return {"class": name, "count": count} | ({"color": color} if color else {})
+
+
+def _record(tag: str, include: list[Record]) -> Record:
+    return {"tag": tag, "include": include, "prompt": "a photo of " + _caption(include)}
+
+
+def _caption(include: list[Record]) -> str:
+    if include[-1].get("position"):
+        relation, _ = include[-1]["position"]
+        return f"{_phrase(include[1])} {relation} {_phrase(include[0])}"
+    return " and ".join(_phrase(entry) for entry in include)
+
+
+def _phrase(entry: Record) -> str:
+    if entry["count"] > 1:
+        return f"{_NUMBERS[entry['count']]} {_PLURALS[entry['class']]}"
+    words = f"{entry['color']} {entry['class']}" if entry.get("color") else entry["class"]
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
+
+
+def vocabulary() -> list[str]:
+    """Every word a prompt can hold, sorted."""
+    return sorted({word for record in _all_records() for word in record["prompt"].split()})
+
+
+# --- pictures ----------------------------------------------------------------------------------------------------
+
+
+def scene_for(record: Record, rng: np.random.Generator) -> Scene:
+    """A scene that shows exactly what the record asks for, drawn evenly over places and free colours."""
+    glyphs = [
+        int(rng.choice(glyphs_of(entry["class"], entry.get("color"))))
+        for entry in record["include"]
+        for _ in range(entry["count"])
+    ]
+    position = record["include"][-1].get("position")
+    while True:
+        cells = rng.permutation(CELLS)[: len(glyphs)]
+        if position is None or holds(position[0], int(cells[1]), int(cells[0])):
+            return _scene(zip(glyphs, cells, strict=True))
+
+
+def holds(relation: str, cell: int, other: int) -> bool:
+    """Whether an object in `cell` is left of / right of / above / below one in `other`; a diagonal is both."""
+    (y, x), (other_y, other_x) = divmod(cell, 2), divmod(other, 2)
+    return {"left of": x < other_x, "right of": x > other_x, "above": y < other_y, "below": y > other_y}[relation]
+
+
+def noisy_scene_for(record: Record, rng: np.random.Generator, noise: float) -> tuple[Scene, str]:
+    """A scene as web captions have it: with probability `noise` one fact of the caption is wrong.
+
+    Returns:
+        The scene, and which fact is wrong: "" (none), "extra", "missing", "replaced" or "mirrored".
+    """
+    scene = scene_for(record, rng)
+    if rng.random() >= noise:
+        return scene, ""
+    position = record["include"][-1].get("position")
+    kinds = ["replaced"]
+    kinds += ["extra"] if len(scene) < CELLS else []
+    kinds += ["missing"] if len(scene) > 1 else []
+    kinds += ["mirrored"] if position else []
+    kind = str(rng.choice(kinds))
+    place = int(rng.integers(len(scene)))
+    asked = {g for e in record["include"] for g in glyphs_of(e["class"], e.get("color"))}
+    other = int(rng.choice([g for g in range(len(GLYPHS)) if g not in asked]))
+    if kind == "missing":
+        return scene[:place] + scene[place + 1 :], kind
+    if kind == "extra":
+        empty = [cell for cell in range(CELLS) if cell not in {c for _, c in scene}]
+        return _scene([*scene, (other, int(rng.choice(empty)))]), kind
+    if kind == "replaced":
+        return _scene([(other, c) if i == place else (g, c) for i, (g, c) in enumerate(scene)]), kind
+    flip = 1 if position[0] in ("left of", "right of") else 2
+    return _scene((g, c ^ flip) for g, c in scene), kind
+
+
+def _scene(objects: Iterable[tuple[int, int]]) -> Scene:
+    return tuple(sorted(((int(g), int(c)) for g, c in objects), key=lambda item: item[1]))
+
+
+def render(scene: Scene) -> np.ndarray:
+    """Picture of a scene, uint8 [64, 64, 3]."""
+    return render_batch([scene])[0]
+
+
+def render_batch(scenes: list[Scene]) -> np.ndarray:
+    """Pictures of scenes, uint8 [B, 64, 64, 3]."""
+    cells = _cell_pictures()
+    images = np.empty((len(scenes), CANVAS_PX, CANVAS_PX, 3), dtype=np.uint8)
+    images[:] = BACKGROUND
+    for image, scene in zip(images, scenes, strict=True):
+        for glyph, cell in scene:
+            y, x = (part * CELL_PX for part in divmod(cell, 2))
+            image[y : y + CELL_PX, x : x + CELL_PX] = cells[glyph]
+    return images
+
+
+@functools.cache
+def _cell_pictures() -> np.ndarray:
+    """Every glyph centred on the background, uint8 [glyphs, 32, 32, 3]."""
+    margin = (CELL_PX - GLYPH_PX) // 2
+    canvas = np.zeros((len(GLYPHS), CELL_PX, CELL_PX, 4), dtype=np.float32)
+    for index in range(len(GLYPHS)):
+        canvas[index, margin:-margin, margin:-margin] = glyph_rgba(index)
+    background = np.array(BACKGROUND, dtype=np.float32)
+    return np.round(canvas[..., :3] * 255.0 + (1.0 - canvas[..., 3:]) * background).astype(np.uint8)
+
+
+def scene_objects(scene: Scene) -> list[dict[str, Any]]:
+    """Ground truth of a scene: one dict(class, color, box) an object; box is (x0, y0, x1, y1) in pixels."""
+    margin = (CELL_PX - GLYPH_PX) // 2
+    objects = []
+    for glyph, cell in scene:
+        y, x = (part * CELL_PX + margin for part in divmod(cell, 2))
+        name, color = GLYPHS[glyph]
+        objects.append({"class": name, "color": color, "box": (x, y, x + GLYPH_PX, y + GLYPH_PX)})
+    return objects
