@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor, nn
 
 from mar_grpo.errors import InputError

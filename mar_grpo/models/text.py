@@ -1,0 +1,159 @@
+"""The text encoder: a Phi model of transformers and a tokenizer, prompt in, one feature row a token out.
+
+The published folders name their class PhiEncoderModel and ship Python for it. It is Phi's decoder without the language
+head, so it runs as transformers' PhiModel and nothing of the checkpoint is executed. Attention is causal and padding
+comes last, so a prompt's rows do not depend on padding and no attention mask is needed (NOVA, `reference` section 2:
+padded rows are replaced by the transformer's own text embedding).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PhiConfig, PhiModel
+
+from mar_grpo.errors import InputError
+from mar_grpo.models.build import initialise, on_meta
+
+PHI_CLASSES = ("PhiModel", "PhiEncoderModel", "PhiForCausalLM")
+PAD, UNKNOWN = "<pad>", "<unk>"
+CACHE_BYTES = 2**28
+
+logger = logging.getLogger(__name__)
+
+
+class TextEncoder(nn.Module):
+    """Prompts -> features, float32 [n_i, text_dim] each: the last hidden state after the final layer norm.
+
+    Args:
+        model: transformers' PhiModel.
+        tokenizer: a `tokenizers.Tokenizer`; padding and truncation set in it are switched off.
+        max_tokens: rows kept of a prompt (the transformer's `text_token_len`).
+    """
+
+    def __init__(self, model: PhiModel, tokenizer: Tokenizer, max_tokens: int) -> None:
+        super().__init__()
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
+        self._cache: OrderedDict[str, Tensor] = OrderedDict()
+        self._cache_version = -1
+        self._warned = False
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        max_tokens: int,
+        generator: torch.Generator | None = None,
+    ) -> TextEncoder:
+        """A text encoder from the content of text_encoder/config.json; without a generator its weights are left on meta.
+
+        Raises:
+            InputError: not a Phi configuration, values PhiModel refuses, or a tokenizer with more ids than embeddings.
+        """
+        where = "text_encoder/config.json"
+        names = {
+            config.get("model_type", "phi"),
+            *(config.get("architectures") or ()),
+            config.get("_class_name", "phi"),
+        }
+        if not names <= {"phi", *PHI_CLASSES}:
+            raise InputError(
+                f"text encoder {', '.join(sorted(names - {'phi', *PHI_CLASSES}))} is not supported", where=where
+            )
+        try:
+            phi = PhiConfig.from_dict({key: value for key, value in config.items() if key != "auto_map"})
+            model = on_meta(lambda: PhiModel(phi))
+        except Exception as error:  # transformers' strict configurations raise classes of their own
+            raise InputError(f"PhiModel refuses its configuration: {error}", where=where) from error
+        if tokenizer.get_vocab_size() > phi.vocab_size:
+            what = f"the tokenizer has {tokenizer.get_vocab_size()} ids, the text encoder {phi.vocab_size} embeddings"
+            raise InputError(what, where=f"{where}: vocab_size")
+        if generator:
+            initialise(model, generator)
+        model.rotary_emb = type(model.rotary_emb)(phi)  # its tables are computed, not stored: they need real memory
+        return cls(model, tokenizer, max_tokens).eval()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of text_encoder/config.json."""
+        return self.model.config.to_dict() | {"architectures": ["PhiModel"], "dtype": None}
+
+    @property
+    def dim(self) -> int:
+        """Channels of a feature row (`text_token_dim` of the transformer)."""
+        return self.model.config.hidden_size
+
+    def check(self, prompt: str) -> None:
+        """Strict mode of data validation: refuse a prompt whose end would be cut off.
+
+        Raises:
+            InputError: more tokens than the transformer reads.
+        """
+        count = len(self.tokenizer.encode(prompt).ids)
+        if count > self.max_tokens:
+            hint = "shorten the prompt"
+            raise InputError(
+                f"prompt has {count} tokens, at most {self.max_tokens} are read", where=repr(prompt[:80]), hint=hint
+            )
+
+    def token_ids(self, prompt: str) -> list[int]:
+        """Token ids of a prompt, cut to `max_tokens` with one warning per encoder."""
+        ids: list[int] = self.tokenizer.encode(prompt).ids
+        if len(ids) > self.max_tokens and not self._warned:
+            self._warned = True
+            logger.warning("prompts longer than %d tokens are cut, first: %r", self.max_tokens, prompt[:80])
+        return ids[: self.max_tokens]
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> list[Tensor]:
+        """Features of each prompt, float32 [n_i, text_dim], from a bounded cache that empties when weights change.
+
+        Each new prompt is one forward pass of its own, so its features do not depend, to the last bit, on the others.
+        """
+        version = sum(parameter._version for parameter in self.parameters())
+        if version != self._cache_version:
+            self._cache.clear()
+            self._cache_version = version
+        found = []
+        for prompt in prompts:
+            if prompt not in self._cache:
+                self._cache[prompt] = self._features([self.token_ids(prompt)])[0]
+            self._cache.move_to_end(prompt)
+            found.append(self._cache[prompt])
+        used = sum(features.nbytes for features in self._cache.values())
+        while used > CACHE_BYTES and len(self._cache) > 1:
+            used -= self._cache.popitem(last=False)[1].nbytes
+        return found
+
+    def encode_trainable(self, prompts: Sequence[str]) -> list[Tensor]:
+        """As `encode`, in one padded batch, without the cache and with gradient (SFT of a small model; RL never)."""
+        return self._features([self.token_ids(prompt) for prompt in prompts])
+
+    def _features(self, ids: list[list[int]]) -> list[Tensor]:
+        device = self.model.device
+        rows = pad_sequence([torch.tensor(row, dtype=torch.long, device=device) for row in ids], batch_first=True)
+        if rows.shape[1] == 0:
+            return [torch.zeros(0, self.dim, device=device) for _ in ids]
+        hidden = self.model(input_ids=rows, use_cache=False).last_hidden_state.float()
+        return [hidden[index, : len(row)] for index, row in enumerate(ids)]
+
+
+def make_word_tokenizer(words: Iterable[str]) -> Tokenizer:
+    """A tokenizer of whole lower-case words (and single marks); any other word becomes <unk>. Ids are sorted by word."""
+    tokenizer = Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    pieces = sorted({piece for word in words for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(word.lower())})
+    tokenizer.model = models.WordLevel({piece: index for index, piece in enumerate([PAD, UNKNOWN, *pieces])}, UNKNOWN)
+    tokenizer.add_special_tokens([PAD, UNKNOWN])
+    return tokenizer
