@@ -57,7 +57,7 @@ class Vae(nn.Module):
     @property
     def stride(self) -> int:
         """Pixels per latent cell and axis."""
-        return 2 ** (len(self.model.config.block_out_channels) - 1)
+        return 2 ** (len(self.model.config["block_out_channels"]) - 1)
 
     def moments(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Posterior mean and log-variance, unscaled, each [B, c, h, w]; pixels [B, 3, H, W] in [-1, 1]; with gradient."""
@@ -88,17 +88,17 @@ class Vae(nn.Module):
     def scale(self, mean: Tensor) -> Tensor:
         """Posterior mean -> latents."""
         offset, spread = self._statistics(mean)
-        return (mean - offset) / spread * self.model.config.scaling_factor
+        return (mean - offset) / spread * self.model.config["scaling_factor"]
 
     def unscale(self, latents: Tensor) -> Tensor:
         """Latents -> posterior mean; the inverse of `scale`."""
         offset, spread = self._statistics(latents)
-        return latents / self.model.config.scaling_factor * spread + offset
+        return latents / self.model.config["scaling_factor"] * spread + offset
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         config = self.model.config
-        offset = like.new_tensor(config.latents_mean or [config.shift_factor or 0.0]).view(1, -1, 1, 1)
-        spread = like.new_tensor(config.latents_std or [1.0]).view(1, -1, 1, 1)
+        offset = like.new_tensor(config["latents_mean"] or [config["shift_factor"] or 0.0]).view(1, -1, 1, 1)
+        spread = like.new_tensor(config["latents_std"] or [1.0]).view(1, -1, 1, 1)
         return offset, spread
 
 
