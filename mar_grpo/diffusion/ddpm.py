@@ -75,9 +75,7 @@ class DdpmSchedule(Schedule):
             b = 1.0 - a
             variance = b if read["variance_type"] == "fixed_large" else b * (1.0 - after) / (1.0 - now)
             std.append(math.sqrt(variance) if t > 0 else 0.0)
-            self._mean_factors.append(
-                (math.sqrt(after) * b / (1.0 - now), math.sqrt(a) * (1.0 - after) / (1.0 - now))
-            )
+            self._mean_factors.append((math.sqrt(after) * b / (1.0 - now), math.sqrt(a) * (1.0 - after) / (1.0 - now)))
         self._sample_factors = [_sample_factors(self.prediction_type, now) for now in abar[:-1]]
         self._mean_table = torch.tensor(self._mean_factors, dtype=torch.float32)
         self._sample_table = torch.tensor(self._sample_factors, dtype=torch.float32)
@@ -153,7 +151,9 @@ def _timesteps(read: Mapping[str, Any], num_steps: int) -> list[int]:
     """Inference timesteps, largest first."""
     total = read["num_train_timesteps"]
     if not 1 <= num_steps <= total:
-        raise InputError(f"{num_steps} diffusion steps are not within 1..{total}", where=f"{WHERE}: num_train_timesteps")
+        raise InputError(
+            f"{num_steps} diffusion steps are not within 1..{total}", where=f"{WHERE}: num_train_timesteps"
+        )
     if read["timestep_spacing"] == "linspace":
         steps = np.linspace(0, total - 1, num_steps).round()[::-1]
     elif read["timestep_spacing"] == "leading":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class FlowSchedule(Schedule):
         self.sigmas = torch.tensor([*steps, 0.0], dtype=torch.float32)
         sigmas = self.sigmas.double().tolist()
         rows = []
-        for j, (now, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+        for j, (now, after) in enumerate(pairwise(sigmas)):
             noisy = eta > 0 and not (last_step_deterministic and j == num_steps - 1)
             room = 1.0 - (now if now < 1.0 else sigmas[1])
             variance = eta**2 * now / room if noisy else 0.0

@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.proj = Linear(width, width)
 
     def _heads(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         return x.view(batch, length, parts, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
 
     def forward(self, x: Tensor, query: Tensor | None = None) -> Tensor:
