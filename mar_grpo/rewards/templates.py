@@ -31,7 +31,7 @@ MAX_DIFFERENCE = 0.15  # squared difference over the glyph's energy; the two mos
 MAX_RATIO = 0.35  # difference to the best glyph over that to the second best; 1 for an even blend
 NEARBY_PX = 2  # how far from the best place the second best glyph is looked for
 SUPPRESSION_PX = 16  # objects are at least this far apart along one axis
-MAX_RESIDUAL = 15.0  # grey levels, root mean square over RESIDUAL_PX x RESIDUAL_PX x RGB, that may stay unexplained
+MAX_RESIDUAL = 20.0  # grey levels, root mean square over RESIDUAL_PX x RESIDUAL_PX x RGB, that may stay unexplained
 RESIDUAL_PX = 8
 MAX_FOUND = 6
 CHUNK = 64  # images at once: bounds memory, about 2 MB an image
@@ -92,7 +92,7 @@ def _differences(picture: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         relative to the glyph's energy, and absolute; both [B, glyphs, 37, 37], indexed by the window's corner.
     """
-    art, spectrum, energy = _art()
+    _, spectrum, energy = _art()
     places = CANVAS_PX - WINDOW_PX + 1
     correlation = torch.einsum("bchw,kchw->bkhw", torch.fft.rfft2(picture), spectrum)
     matched = torch.fft.irfft2(correlation, s=(CANVAS_PX, CANVAS_PX))[..., :places, :places]
