@@ -5,7 +5,8 @@ A store is a root URI (`file:///folder` or `s3://bucket/prefix`) with slash-sepa
 - a key holds a complete object or nothing; a write is read back (size and sha256) before it counts;
 - a read that takes several requests pins the version (etag), so a replaced object is an error, never a mix;
 - the sha256 is the identity; the etag names one version at one place and is worth nothing elsewhere;
-- transient trouble is retried with growing, jittered pauses for at most `retry_seconds` per request.
+- transient trouble is retried with growing, jittered pauses; no attempt starts later than `retry_seconds` after the
+  first, and one attempt waits at most 15 s for an answer.
 
 Errors: InputError for a missing object or bucket, refused keys, a wrong digest, a replaced object; RetryableError when
 the store stays unreachable or full.
@@ -35,7 +36,9 @@ from mar_grpo.transports import (
     Replaced,
     S3Objects,
     error_code,
+    explain_local,
     is_transient,
+    one_line,
 )
 
 BLOCK_BYTES = 8 * 2**20
@@ -151,7 +154,7 @@ class Store:
                     part.file.write(block)
                 self._check_digest(key, digest.hexdigest(), sha256)
         except OSError as error:
-            raise _explain_local("write", str(target), error) from error
+            raise explain_local("write", str(target), error) from error
         return target
 
     def get_folder(self, prefix: str, local: str | os.PathLike[str]) -> Sequence[Path]:
@@ -179,7 +182,7 @@ class Store:
             with open(source, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            raise _explain_local("read", str(source), error) from error
+            raise explain_local("read", str(source), error) from error
         return self._publish(key, source, digest)
 
     def put_folder(self, local: str | os.PathLike[str], prefix: str) -> Sequence[FileEntry]:
@@ -281,12 +284,12 @@ class Store:
                 wait = pause * _jitter.uniform(0.5, 1.5)
                 if time.monotonic() + wait > deadline:
                     raise RetryableError(
-                        f"could not {verb} an object for {self.retry_seconds:g} s: {_one_line(error)}",
+                        f"could not {verb} an object for {self.retry_seconds:g} s: {one_line(error)}",
                         where=f"{self.uri(key)} at {self._transport().place}",
-                        hint="check that the store runs and can be reached, then run the same command again",
+                        hint="check that the store runs, has room and can be reached, then run the same command again",
                     ) from error
                 time.sleep(wait)
-                pause = min(2 * pause, 3.0)
+                pause = min(1.6 * pause, 2.0)
 
     def _explain(self, verb: str, key: str, error: Exception) -> Exception:
         """The message for an error that a retry would not mend."""
@@ -300,11 +303,11 @@ class Store:
         if isinstance(error, OutOfRange):
             return InputError(f"the object is too short: {error}", where=where, hint="it was cut or replaced")
         if self.scheme == "file":
-            return _explain_local(verb, where, error) if isinstance(error, OSError) else error
+            return explain_local(verb, where, error) if isinstance(error, OSError) else error
         place = self._transport().place
         if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
             return InputError(
-                f"the store refused to {verb}: {_one_line(error)}",
+                f"the store refused to {verb}: {one_line(error)}",
                 where=f"{where} at {place}",
                 hint="check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN) and the key's rights",
             )
@@ -315,7 +318,7 @@ class Store:
                 )
             return InputError("the object does not exist", where=f"{where} at {place}", hint="check the URI")
         if isinstance(error, OSError) or type(error).__module__.startswith("botocore"):
-            return InputError(f"the store refused to {verb}: {_one_line(error)}", where=f"{where} at {place}")
+            return InputError(f"the store refused to {verb}: {one_line(error)}", where=f"{where} at {place}")
         if isinstance(error, ValueError):  # botocore on an endpoint or region that is no such thing
             return InputError(f"the store is not set up: {error}", where=where, hint="check AWS_ENDPOINT_URL")
         return error
@@ -323,18 +326,6 @@ class Store:
 
 def _rebuild(uri: str, retry_seconds: float) -> Store:
     return Store(uri, retry_seconds=retry_seconds)
-
-
-def _explain_local(verb: str, where: str, error: OSError) -> MarGrpoError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return RetryableError(f"no room to {verb}: {error.strerror}", where=where, hint="free disk space and run again")
-    if isinstance(error, FileNotFoundError):
-        return InputError("the file does not exist", where=where, hint="check the path")
-    return InputError(f"cannot {verb} the file: {error.strerror or error}", where=where)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _checked(key: str) -> str:

@@ -16,6 +16,8 @@ from typing import Any, Self
 
 from fsspec.asyn import sync
 
+from mar_grpo.errors import InputError, MarGrpoError, RetryableError
+
 PART_SUFFIX = ".part"  # unfinished local files are `.NAME.RANDOM.part`; `list` never shows them
 
 
@@ -135,6 +137,8 @@ def _identity(stat: os.stat_result) -> tuple[int, str]:
 class S3Objects:
     """Objects of one bucket below one prefix. Endpoint, region and keys come from the standard AWS variables."""
 
+    page_keys = 1000  # of a listing; the most that S3 gives
+
     def __init__(self, root: str, timeout_seconds: float) -> None:
         import s3fs
 
@@ -152,6 +156,7 @@ class S3Objects:
                 "response_checksum_validation": "when_required",
             },
         )
+        self._bucket_seen = False
         self._files.retries = 1  # the store above retries: one bounded layer instead of three
 
     @property
@@ -163,7 +168,9 @@ class S3Objects:
         return self._files.call_s3(method, Bucket=self.bucket, **arguments)
 
     def make_root(self) -> None:
-        if not self.root_exists():
+        try:
+            self._call("head_bucket")
+        except FileNotFoundError:
             self._call("create_bucket")
 
     def root_exists(self) -> bool:
@@ -171,6 +178,8 @@ class S3Objects:
             self._call("head_bucket")
         except FileNotFoundError:
             return False
+        except PermissionError:
+            return True  # keys that may use objects need not be allowed to look at the bucket
         return True
 
     def stat(self, key: str) -> tuple[int, str]:
@@ -210,6 +219,10 @@ class S3Objects:
         return data
 
     def write(self, key: str, source: bytes | Path) -> None:
+        if not self._bucket_seen:  # SeaweedFS makes a missing bucket on the first write: a misspelt name must not pass
+            if not self.root_exists():
+                raise FileNotFoundError(errno.ENOENT, "no such bucket", self.bucket)
+            self._bucket_seen = True
         target = f"{self.bucket}/{self.prefix}{key}"
         if isinstance(source, Path):
             self._files.put_file(str(source), target)
@@ -224,7 +237,7 @@ class S3Objects:
         found: list[str] = []
         more: dict[str, str] = {}
         while True:
-            page = self._call("list_objects_v2", Prefix=folder, **more)
+            page = self._call("list_objects_v2", Prefix=folder, MaxKeys=self.page_keys, **more)
             found += [item["Key"] for item in page.get("Contents", []) if not item["Key"].endswith("/")]
             if not page.get("IsTruncated"):
                 return sorted(key.removeprefix(self.prefix) for key in found)
@@ -237,42 +250,20 @@ def error_code(error: BaseException) -> str:
     return str(response.get("Error", {}).get("Code", ""))
 
 
-_TRANSIENT_CODES = frozenset(
-    [
-        "InternalError",
-        "SlowDown",
-        "ServiceUnavailable",
-        "RequestTimeout",
-        "OperationAborted",
-        "BadDigest",
-        "IncompleteBody",
-        "XAmzContentSHA256Mismatch",
-        "Throttling",
-        "TooManyRequests",
-        "408",
-        "409",
-        "429",
-        "500",
-        "502",
-        "503",
-        "504",
-    ]
-)
-_TRANSIENT_NUMBERS = frozenset(
-    (errno.EIO, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE)
-)
-
-
-_TRANSIENT_NAMES = frozenset(
-    [
-        "HTTPClientError",
-        "ConnectionError",
-        "ClientError",
-        "ClientPayloadError",
-        "IncompleteReadError",
-        "ResponseParserError",
-    ]
-)
+# fmt: off
+_TRANSIENT_CODES = frozenset((
+    "InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout", "OperationAborted", "BadDigest",
+    "IncompleteBody", "XAmzContentSHA256Mismatch", "Throttling", "TooManyRequests",
+    "408", "409", "429", "500", "502", "503", "504",
+))
+_TRANSIENT_NUMBERS = frozenset((
+    errno.EIO, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE,
+))
+_TRANSIENT_CLASSES = frozenset((  # of botocore and aiohttp: refused, closed, timed out, cut, an answer that is not S3
+    "HTTPClientError", "ConnectionError", "ClientError", "ClientPayloadError", "IncompleteReadError",
+    "ResponseParserError",
+))
+# fmt: on
 
 
 def is_transient(error: BaseException) -> bool:
@@ -283,7 +274,19 @@ def is_transient(error: BaseException) -> bool:
     if code:
         return code in _TRANSIENT_CODES
     if type(error).__module__.split(".")[0] in ("aiohttp", "botocore", "aiobotocore"):
-        # connection refused, closed, timed out, payload cut, answer that is not S3; not: wrong arguments or no keys
-        names = {base.__name__ for base in type(error).__mro__}
-        return bool(names & _TRANSIENT_NAMES)
+        return any(base.__name__ in _TRANSIENT_CLASSES for base in type(error).__mro__)
     return isinstance(error, OSError) and error.errno in _TRANSIENT_NUMBERS
+
+
+def explain_local(verb: str, where: str, error: OSError) -> MarGrpoError:
+    """The message for an operating system error on a local path."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return RetryableError(f"no room to {verb}: {error.strerror}", where=where, hint="free disk space and run again")
+    if isinstance(error, FileNotFoundError):
+        return InputError("the file does not exist", where=where, hint="check the path")
+    return InputError(f"cannot {verb} the file: {error.strerror or error}", where=where)
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text without line breaks; its class when it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
