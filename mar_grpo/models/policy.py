@@ -1,0 +1,157 @@
+"""The policy: one interface over transformer, autoencoder, text encoder and schedule (architecture section 3).
+
+Shapes: B images, L tokens an image, C channels of a token, D trunk width, Lt text rows, Nv condition tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from mar_grpo.diffusion import ddpm, flow
+from mar_grpo.diffusion.gaussian import Schedule
+from mar_grpo.errors import InputError
+from mar_grpo.models.nova import NovaConfig, NovaTransformer
+from mar_grpo.models.text import TextEncoder
+from mar_grpo.models.vae import Vae
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What the prompts of a batch say: text [B, Lt, text_dim], and the rows that stand for no prompt [Lt, text_dim]."""
+
+    text: Tensor
+    empty: Tensor
+
+    def unconditional(self, batch: int | None = None) -> Conditioning:
+        """The same for `batch` (default B) empty prompts."""
+        return Conditioning(self.empty.expand(batch or len(self.text), -1, -1), self.empty)
+
+
+class Policy(nn.Module):
+    """A generator that reinforcement learning can train. Autoencoder and text encoder start frozen.
+
+    Raises:
+        InputError: the parts do not fit together.
+    """
+
+    def __init__(self, transformer: NovaTransformer, vae: Vae, text: TextEncoder, scheduler: Mapping[str, Any]) -> None:
+        super().__init__()
+        config = transformer.config
+        for what, ours, theirs in (
+            ("image_dim against vae latent_channels", config.image_dim, vae.config["latent_channels"]),
+            ("image_stride against pixels per vae latent", config.image_stride, vae.stride),
+            ("text_token_dim against text_encoder hidden_size", config.text_token_dim, text.dim),
+        ):
+            if ours != theirs:
+                raise InputError(f"parts do not fit: {what}, {ours} != {theirs}", where="transformer/config.json")
+        self.transformer, self.scheduler_config = transformer, dict(scheduler)
+        self.vae, self.text = vae.requires_grad_(False), text.requires_grad_(False)
+        self.schedule(1)
+
+    @classmethod
+    def from_configs(
+        cls,
+        transformer: Mapping[str, Any],
+        vae: Mapping[str, Any],
+        text: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        scheduler: Mapping[str, Any],
+        generator: torch.Generator | None = None,
+    ) -> Policy:
+        """A new policy from the contents of the published config files, filled from `generator`.
+
+        Without a generator no weight has a meaning yet (autoencoder and text encoder stay on the meta device): load one.
+        """
+        config = NovaConfig.from_dict(dict(transformer))
+        model = NovaTransformer(config)
+        if generator:
+            model.initialise_parameters(generator)
+        encoder = TextEncoder.from_config(text, tokenizer, config.text_token_len, generator)
+        return cls(model, Vae.from_config(vae, generator), encoder, scheduler)
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return self.transformer.config.num_tokens
+
+    @property
+    def token_dim(self) -> int:
+        """C."""
+        return self.transformer.config.token_dim
+
+    def schedule(self, num_steps: int, *, eta: float = 0.7, last_step_deterministic: bool = True) -> Schedule:
+        """The checkpoint's diffusion schedule with `num_steps` inference steps.
+
+        `eta` (0: the ODE) and `last_step_deterministic` belong to a flow; the noise of DDPM is its scheduler's own.
+
+        Raises:
+            InputError: the scheduler's class, a key or a value is not supported.
+        """
+        if self.scheduler_config.get("_class_name") == ddpm.FAMILY:
+            return ddpm.DdpmSchedule.from_config(self.scheduler_config, num_steps)
+        return flow.FlowSchedule.from_config(
+            self.scheduler_config, num_steps, eta=eta, last_step_deterministic=last_step_deterministic
+        )
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        """Text features of each prompt, padded with the transformer's stored rows. Cached per prompt, no gradient."""
+        return self.pad_text(self.text.encode(prompts))
+
+    def pad_text(self, features: Sequence[Tensor]) -> Conditioning:
+        """Conditioning of given text features [n_i, text_dim] each (SFT passes `text.encode_trainable(...)`)."""
+        length = self.transformer.config.text_token_len
+        return Conditioning(self.transformer.pad_text(features), self.transformer.text_embed.weight[:length])
+
+    def condition(self, conditioning: Conditioning) -> Tensor:
+        """Condition tokens [B, Nv, D]; gradient flows. They depend on the prompt only: one call serves all AR steps."""
+        return self.transformer.condition(conditioning.text)
+
+    def ar_latents(
+        self,
+        tokens: Tensor,
+        known: Tensor,
+        cond: Tensor,
+        *,
+        num_known: int | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """z [B, L, D] of tokens [B, L, C] of which `known` [B, L] are committed; gradient flows. See NovaTransformer."""
+        return self.transformer.ar_latents(tokens, known, cond, num_known=num_known, wanted=wanted)
+
+    def head(self, x_t: Tensor, t: Tensor, z: Tensor) -> Tensor:
+        """Prediction float32 [..., C] for noisy tokens x_t [..., C] at time t (0..1000) under z [..., D]."""
+        return self.transformer.head(x_t, t, z).float()
+
+    def head_condition(self, z: Tensor) -> Tensor:
+        """The part of the head that depends on z only, [..., W]: compute once, use for all diffusion steps."""
+        return self.transformer.head_condition(z)
+
+    def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
+        """`head` with `head_condition(z)` computed beforehand."""
+        return self.transformer.head_conditioned(x_t, t, condition).float()
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Images uint8 [B, H, W, 3] of tokens [B, L, C]; no gradient."""
+        return self.vae.decode(self.transformer.unpatchify(tokens.detach().float()))
+
+    def encode_images(self, images: Tensor | np.ndarray) -> Tensor:
+        """Tokens float32 [B, L, C] of images uint8 [B, H, W, 3]; no gradient."""
+        size = tuple(self.transformer.config.image_size)
+        if tuple(images.shape[1:3]) != size:
+            raise InputError(f"images are {tuple(images.shape[1:3])} px, the model makes {size} px")
+        return self.transformer.patchify(self.vae.encode(images))
+
+    def trunk_parameters(self) -> list[nn.Parameter]:
+        """Everything of the transformer but the diffusion head (and weights no output depends on)."""
+        return self.transformer.trunk_parameters()
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """The diffusion head."""
+        return self.transformer.head_parameters()
