@@ -22,6 +22,10 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
+class ZeroLinear(Linear):
+    """A linear map that training starts at zero too (AdaLN projections, output layer of a diffusion head)."""
+
+
 class Conv2d(nn.Conv2d):
     """`nn.Conv2d` that starts as zeros instead of drawing from the global generator."""
 
@@ -128,23 +132,19 @@ def initialise(
     the AdaLN projections and the output layer of a diffusion head start at 0 (its output is then 0); loose parameters
     and float buffers that are stored (mask and BOS tokens, empty-text rows) are normal with `token_std`.
     """
+    stored = module.state_dict(keep_vars=True)
     for name, child in module.named_modules():
-        last = name.rsplit(".", 1)[-1]
-        for key, value in child.named_parameters(recurse=False):
+        for key, value in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)):
             if isinstance(child, nn.LayerNorm):
-                gain = residual_norm_gain if last in ("norm1", "norm2") and ".blocks." in f".{name}" else 1.0
-                value.fill_(gain if key == "weight" else 0.0)
+                value.fill_(1.0 if key == "weight" else 0.0)
+            elif isinstance(child, ZeroLinear) or (key == "bias" and isinstance(child, (nn.Linear, nn.Conv2d))):
+                value.zero_()
             elif isinstance(child, (nn.Linear, nn.Conv2d)):
-                if key == "bias" or getattr(child, "starts_at_zero", False):
-                    value.zero_()
-                else:
-                    fan_in = value[0].numel()
-                    fan_out = value.shape[0]
-                    bound = math.sqrt(6.0 / (fan_in + fan_out))
-                    value.uniform_(-bound, bound, generator=generator)
-            else:
+                bound = math.sqrt(6.0 / (value[0].numel() + value.shape[0]))
+                value.uniform_(-bound, bound, generator=generator)
+            elif f"{name}.{key}".lstrip(".") in stored:
                 value.normal_(0.0, token_std, generator=generator)
-        stored = child.state_dict(keep_vars=True)
-        for key, buffer in child.named_buffers(recurse=False):
-            if key in stored and buffer.is_floating_point():
-                buffer.normal_(0.0, token_std, generator=generator)
+    for child in module.modules():
+        if isinstance(child, Block):
+            child.norm1.weight.fill_(residual_norm_gain)
+            child.norm2.weight.fill_(residual_norm_gain)

@@ -12,16 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mar_grpo.models.blocks import Linear, PatchEmbed
+from mar_grpo.models.blocks import Linear, PatchEmbed, ZeroLinear
 
 TIME_DIM = 256
-
-
-def zero_linear(in_features: int, out_features: int) -> Linear:
-    """A linear map that `initialise` leaves at zero (AdaLN projections, output layer)."""
-    layer = Linear(in_features, out_features)
-    layer.starts_at_zero = True  # type: ignore[assignment]
-    return layer
 
 
 def time_frequencies(t: Tensor) -> Tensor:
@@ -60,7 +53,7 @@ class Modulation(nn.Module):
     def __init__(self, width: int, parts: int) -> None:
         super().__init__()
         self.parts = parts
-        self.proj = zero_linear(width, parts * width)
+        self.proj = ZeroLinear(width, parts * width)
 
     def forward(self, activated: Tensor) -> tuple[Tensor, ...]:
         return self.proj(activated).chunk(self.parts, dim=-1)
@@ -92,7 +85,7 @@ class DiffusionHead(nn.Module):
         self.time_cond_embed = TimeConditionEmbed(cond_dim, width)
         self.blocks = nn.ModuleList(HeadBlock(width) for _ in range(depth))
         self.norm = Modulation(width, 2)
-        self.head = zero_linear(width, patch * patch * channels)
+        self.head = ZeroLinear(width, patch * patch * channels)
 
     def condition(self, z: Tensor) -> Tensor:
         """z [..., D] -> [..., W]. The same for every diffusion step: compute it once per AR step."""

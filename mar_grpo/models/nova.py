@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -39,18 +39,18 @@ class NovaConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    image_dim: int
+    image_dim: PositiveInt
     image_size: tuple[int, int]
-    image_stride: int
-    text_token_dim: int
+    image_stride: PositiveInt
+    text_token_dim: PositiveInt
     text_token_len: int
     image_base_size: tuple[int, int]
     video_base_size: tuple[int, int, int]
     video_mixer_rank: Literal[0] | None = None
     rotary_pos_embed: Literal[False] = False
     arch: tuple[str, str, str]
-    num_heads: int | tuple[int, int] | None = None
-    patch_size: int | None = None
+    num_heads: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    patch_size: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _check(self) -> NovaConfig:
@@ -58,7 +58,7 @@ class NovaConfig(BaseModel):
         if video != image:
             raise ValueError(f"arch: the two ViTs must have one width, not {video} and {image}")
         for heads in self.heads:
-            if heads < 1 or image % heads:
+            if image % heads:
                 raise ValueError(f"num_heads: width {image} is not divisible by {heads} heads")
         if image % 4:
             raise ValueError(f"arch: width {image} is not divisible by 4 (2-D sin/cos positions)")
@@ -81,10 +81,11 @@ class NovaConfig(BaseModel):
             return cls(**{key: value for key, value in config.items() if not key.startswith("_")})
         except ValidationError as error:
             first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
+            key = str(first["loc"][0]) if first["loc"] else ""
             if first["type"] == "extra_forbidden":
                 raise InputError(f"unknown key {key!r}", where=where) from error
-            raise InputError(f"{key}: {first['msg']}" if key else str(first["msg"]), where=where) from error
+            what = str(first["msg"]).removeprefix("Value error, ")
+            raise InputError(f"{key}: {what}" if key else what, where=where) from error
 
     def to_dict(self) -> dict[str, Any]:
         """The published JSON form; optional keys appear only when they are set."""
