@@ -1,0 +1,261 @@
+"""Supervised fine-tuning of a NOVA-family model on captioned pictures: the model RL starts from.
+
+The loss is NOVA's (arXiv 2412.14169, section 3): a random subset of tokens is known, the trunk makes z for the others,
+and the head predicts the velocity (or noise) of each of them at a random noise level. Departures from the paper: every
+part of a batch has one number of known tokens (the trunk gathers them), spread evenly over the schedule instead of drawn
+independently; several noise levels are drawn per token because the head is cheap beside the trunk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from mar_grpo.errors import InputError, UnhealthyError
+from mar_grpo.models.policy import Policy
+
+
+class SftConfig(BaseModel):
+    """What SFT does with a set of captioned pictures.
+
+    Args:
+        updates: optimiser steps; the learning rate is constant, then falls linearly over the last `decay_share`.
+        batch_size, parts: pictures a step, and in how many parts with their own number of known tokens.
+        draws_per_token: noise levels per unknown token.
+        optimizer: adamw, or muon for the matrices of the transformer and adamw for all else.
+        learning_rate: of adamw; muon_learning_rate: of muon (update of unit spectral norm, times this).
+        ema_decay: decay per step of the averaged weights, which are what is validated and saved.
+        prompt_drop: share of pictures shown with the empty prompt, for guidance.
+        train_text_encoder: also train the text encoder; only for one that was never pretrained.
+        bfloat16: run the networks under bfloat16 autocast (diffusion arithmetic stays float32).
+        validate_every, save_every: in updates.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    updates: int = Field(gt=0)
+    batch_size: int = Field(128, gt=0)
+    parts: int = Field(4, gt=0)
+    draws_per_token: int = Field(4, gt=0)
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = Field(1e-4, gt=0)
+    muon_learning_rate: float = Field(0.02, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_updates: int = Field(50, ge=0)
+    decay_share: float = Field(0.5, ge=0, le=1)
+    ema_decay: float = Field(0.995, ge=0, lt=1)
+    prompt_drop: float = Field(0.1, ge=0, lt=1)
+    train_text_encoder: bool = False
+    bfloat16: bool = False
+    validate_every: int = Field(250, gt=0)
+    save_every: int = Field(250, gt=0)
+    seed: int = 0
+
+
+def known_counts(parts: int, num_tokens: int, rng: np.random.Generator) -> list[int]:
+    """Numbers of known tokens of the parts of one batch: L - ceil(L cos(pi u / 2)), u spread evenly over [0, 1)."""
+    levels = (np.arange(parts) + rng.random()) / parts
+    return [num_tokens - max(1, math.ceil(num_tokens * math.cos(0.5 * math.pi * u))) for u in levels]
+
+
+def sft_loss(
+    policy: Policy, tokens: Tensor, features: Sequence[Tensor], config: SftConfig, rng: np.random.Generator
+) -> Tensor:
+    """Mean squared error of the head over unknown tokens and noise levels, scalar float32.
+
+    Args:
+        tokens: clean tokens [B, L, C].
+        features: text features of each picture, [n_i, text_dim].
+    """
+    generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
+    batch, length, channels = tokens.shape
+    cond = policy.condition(policy.pad_text(features))
+    schedule = policy.schedule(1)
+    losses, weights = [], []
+    sizes = [len(part) for part in torch.arange(batch).chunk(config.parts)]
+    starts = np.cumsum([0, *sizes])
+    for start, size, num_known in zip(starts, sizes, known_counts(len(sizes), length, rng), strict=False):
+        rows = slice(int(start), int(start) + size)
+        order = torch.rand(size, length, generator=generator).argsort(dim=1)
+        known = torch.zeros(size, length, dtype=torch.bool).scatter_(1, order[:, :num_known], True)
+        wanted = order[:, num_known:]
+        z = policy.ar_latents(tokens[rows], known, cond[rows], num_known=num_known, wanted=wanted)
+        clean = tokens[rows].gather(1, wanted[..., None].expand(-1, -1, channels))
+        shape = (config.draws_per_token, *clean.shape[:2])
+        level = torch.randn(shape, generator=generator).sigmoid()
+        noise = torch.randn((*shape, channels), generator=generator)
+        x_t, t, target = schedule.training_pair(clean, noise, level)
+        prediction = policy.head(x_t, t, z)
+        losses.append(F.mse_loss(prediction, target, reduction="sum"))
+        weights.append(target.numel())
+    return torch.stack(losses).sum() / sum(weights)
+
+
+class Ema:
+    """Exponential moving average of the trained parameters; warms up so that early averages forget the start."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
+        self.decay, self.parameters = decay, parameters
+        self.average = {name: value.detach().clone() for name, value in parameters.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        decay = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.average.values()), list(self.parameters.values()), 1 - decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange parameters and averages (call twice to restore)."""
+        for name, value in self.parameters.items():
+            kept = value.detach().clone()
+            value.copy_(self.average[name])
+            self.average[name].copy_(kept)
+
+
+def make_optimizers(policy: Policy, config: SftConfig) -> tuple[dict[str, nn.Parameter], list[torch.optim.Optimizer]]:
+    """Trained parameters by name, and their optimisers."""
+    reached = {id(p) for p in policy.trunk_parameters() + policy.head_parameters()}
+    named = {f"transformer.{n}": p for n, p in policy.transformer.named_parameters() if id(p) in reached}
+    if config.train_text_encoder:
+        named |= {f"text.{n}": p for n, p in policy.text.named_parameters()}
+    matrices = [p for n, p in named.items() if config.optimizer == "muon" and p.ndim == 2 and min(p.shape) >= 32]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in named.values() if id(p) not in chosen]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(others, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    ]
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(matrices, lr=config.muon_learning_rate, momentum=0.95, weight_decay=config.weight_decay)
+        )
+    return named, optimizers
+
+
+def rate_factor(step: int, config: SftConfig) -> float:
+    """Learning-rate factor of update `step`: warm-up, constant, then linear to 0 over the last `decay_share`."""
+    left = (config.updates - step) / max(1.0, config.updates * config.decay_share)
+    return min(1.0, (step + 1) / max(1, config.warmup_updates), left)
+
+
+def train_sft(
+    policy: Policy,
+    tokens: Tensor,
+    prompts: Sequence[str],
+    validation: tuple[Tensor, Sequence[str]],
+    config: SftConfig,
+    state_folder: Path,
+    report: Callable[[dict[str, float]], None],
+) -> dict[str, float]:
+    """Train in place; the policy ends with the averaged weights.
+
+    Continues from `state_folder/state.pt` when it is there and belongs to the same configuration.
+
+    Args:
+        tokens, prompts: clean tokens float32 [N, L, C] and their N captions.
+        validation: the same for pictures that are not trained on.
+        report: gets one dict a progress point: update, loss, validation_loss, seconds.
+
+    Returns:
+        The last report.
+
+    Raises:
+        InputError: nothing to train on, or the state is of another configuration.
+        UnhealthyError: the loss is not finite.
+    """
+    if len(tokens) != len(prompts) or not len(tokens):
+        raise InputError(f"{len(tokens)} pictures and {len(prompts)} captions", hint="SFT needs as many, at least one")
+    for parameter in policy.parameters():
+        parameter.requires_grad_(False)
+    named, optimizers = make_optimizers(policy, config)
+    for parameter in named.values():
+        parameter.requires_grad_(True)
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    ema = Ema(named, config.ema_decay)
+    fingerprint = json.dumps([config.model_dump(), len(tokens), list(tokens.shape[1:])])
+    step, spent = _load_state(state_folder / "state.pt", fingerprint, named, optimizers, ema)
+    began, recent, last = time.monotonic() - spent, [], {}
+    while step < config.updates:
+        rng = np.random.default_rng([config.seed, step])
+        rows = rng.integers(len(tokens), size=config.batch_size)
+        captions = ["" if rng.random() < config.prompt_drop else prompts[row] for row in rows]
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * rate_factor(step, config)
+            optimizer.zero_grad(set_to_none=True)
+        encode = policy.text.encode_trainable if config.train_text_encoder else policy.text.encode
+        with torch.autocast("cpu", torch.bfloat16, enabled=config.bfloat16):
+            loss = sft_loss(policy, tokens[torch.from_numpy(rows)], encode(captions), config, rng)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        step += 1
+        ema.update(step)
+        recent.append(loss.item())
+        if not math.isfinite(recent[-1]):
+            raise UnhealthyError("the SFT loss is not finite", where=f"update {step}", hint="lower the learning rate")
+        if step % config.validate_every == 0 or step == config.updates:
+            ema.swap()
+            measured = validation_loss(policy, *validation, config)
+            ema.swap()
+            seconds = time.monotonic() - began
+            last = {"update": step, "loss": float(np.mean(recent)), "validation_loss": measured, "seconds": seconds}
+            recent.clear()
+            report(last)
+        if step % config.save_every == 0 or step == config.updates:
+            _save_state(state_folder / "state.pt", fingerprint, step, time.monotonic() - began, named, optimizers, ema)
+    ema.swap()
+    return last
+
+
+@torch.no_grad()
+def validation_loss(policy: Policy, tokens: Tensor, prompts: Sequence[str], config: SftConfig) -> float:
+    """`sft_loss` over a fixed set with fixed noise, so that two values differ by the weights alone."""
+    rng = np.random.default_rng([config.seed, 2**32])
+    total = 0.0
+    for start in range(0, len(tokens), config.batch_size):
+        rows = slice(start, start + config.batch_size)
+        total += sft_loss(policy, tokens[rows], policy.text.encode(prompts[rows]), config, rng).item() * len(
+            tokens[rows]
+        )
+    return total / len(tokens)
+
+
+def _save_state(path: Path, fingerprint: str, step: int, spent: float, named, optimizers, ema: Ema) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {
+        "fingerprint": fingerprint,
+        "step": step,
+        "seconds": spent,
+        "parameters": {name: value.detach() for name, value in named.items()},
+        "average": ema.average,
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+    }
+    beside = path.with_suffix(".tmp")
+    torch.save(state, beside)
+    beside.replace(path)
+
+
+def _load_state(path: Path, fingerprint: str, named, optimizers, ema: Ema) -> tuple[int, float]:
+    if not path.exists():
+        return 0, 0.0
+    state = torch.load(path, weights_only=True)
+    if state["fingerprint"] != fingerprint:
+        hint = "give another state folder, or remove this one to start anew"
+        raise InputError("the saved SFT state belongs to another configuration or data set", where=str(path), hint=hint)
+    with torch.no_grad():
+        for name, value in named.items():
+            value.copy_(state["parameters"][name])
+            ema.average[name].copy_(state["average"][name])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return state["step"], state["seconds"]
