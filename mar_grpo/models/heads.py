@@ -20,7 +20,7 @@ TIME_DIM = 256
 def time_frequencies(t: Tensor) -> Tensor:
     """cos, then sin of t * exp(-ln(1e4) i / 128): [...] on the 0..1000 scale -> [..., 256] float32.
 
-    The frequencies are rounded from float64, because float32 `exp` differs by one ulp from CPU to CPU and t magnifies it.
+    The frequencies are rounded from float64: float32 `exp` differs by one ulp from CPU to CPU and t magnifies it.
     """
     half = TIME_DIM // 2
     exponent = torch.arange(half, dtype=torch.float32, device=t.device) * -math.log(10000.0) / half
