@@ -66,7 +66,7 @@ class DdpmSchedule(Schedule):
         abar = [*self.alphas_cumprod.double()[steps].tolist(), 1.0]
         if self.prediction_type == "epsilon" and abar[0] <= 0:
             raise InputError(
-                "rescale_betas_zero_snr with prediction_type 'epsilon' leaves the clean sample undefined at the first step",
+                "rescale_betas_zero_snr with prediction_type 'epsilon' leaves the first step without a clean sample",
                 where=WHERE,
             )
         std, self._mean_factors = [], []

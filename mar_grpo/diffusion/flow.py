@@ -89,7 +89,7 @@ class FlowSchedule(Schedule):
     def from_config(
         cls, config: Mapping[str, Any], num_steps: int, *, eta: float = 0.7, last_step_deterministic: bool = True
     ) -> FlowSchedule:
-        """From the JSON of a FlowMatchEulerDiscreteScheduler. Raises InputError naming an unknown or unsupported key."""
+        """From the JSON of a FlowMatchEulerDiscreteScheduler; InputError names an unknown or unsupported key."""
         read = read_config(config, FAMILY, {**_DEFAULTS, **_WITHOUT_EFFECT}, _UNSUPPORTED)
         return cls(
             num_steps,
