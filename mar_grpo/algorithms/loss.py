@@ -1,0 +1,171 @@
+"""MAR-GRPO's update, corrected form (arXiv 2604.06966; differences from the released code are in each docstring).
+
+For each recorded AR step the trunk is run again on the canvas of that step. Its output z must equal the rollout's (this is
+asserted: a mismatch means that another policy is scored than was sampled). The frozen head is evaluated on the recorded
+states, guided as in the rollout, and the gradient with respect to z is accumulated over transitions and trajectories in
+chunks; then it goes through the trunk once. Memory therefore does not grow with the number of transitions.
+
+Corrected against the released code: guided mean in scoring as in sampling; transitions without variance are not scored;
+Gaussian KL; averages instead of sums over AR steps; whole tokens instead of latent pixels; selection without MTE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from mar_grpo.algorithms.advantage import AdvantageConfig
+from mar_grpo.algorithms.objective import gaussian_kl, policy_term
+from mar_grpo.algorithms.selection import SelectionConfig, consistent
+from mar_grpo.algorithms.trajectories import TrajectoryConfig, Trajectories
+from mar_grpo.diffusion.gaussian import Schedule
+from mar_grpo.errors import UnhealthyError
+from mar_grpo.rollout import Guided, RecordedStep, Rollout, Scope
+
+Z_TOLERANCE = 1e-4
+
+
+class AlgorithmConfig(BaseModel):
+    """The method.
+
+    Args:
+        scored_ar_steps: how many AR steps an update scores, drawn evenly over the schedule; None is all of them.
+        scored_diffusion_steps: how many transitions of each; None is all that have a variance.
+        scope: `committed` scores the tokens an AR step commits; `unknown` also the hypothetical ones that it does not.
+        trajectories: multi-trajectory expectation on uncertain tokens.
+        selection: consistency-aware token selection.
+        kl: coefficient of the Gaussian KL to the start model, nats per element; 0 saves the reference pass.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    scored_ar_steps: int | None = Field(None, gt=0)
+    scored_diffusion_steps: int | None = Field(None, gt=0)
+    scope: Scope = "committed"
+    advantage: AdvantageConfig = AdvantageConfig()
+    trajectories: TrajectoryConfig = TrajectoryConfig()
+    selection: SelectionConfig = SelectionConfig()
+    kl: float = Field(0.01, ge=0)
+
+
+@dataclass
+class LossParts:
+    """Sums over what was scored; `merge` adds, `means` divides."""
+
+    elements: float = 0.0
+    policy: float = 0.0
+    kl: float = 0.0
+    kept: float = 0.0
+    tokens: float = 0.0
+
+    def merge(self, other: LossParts) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def means(self) -> dict[str, float]:
+        return {
+            "policy_loss": -self.policy / max(1.0, self.elements),
+            "kl": self.kl / max(1.0, self.elements),
+            "kept_share": self.kept / max(1.0, self.tokens),
+        }
+
+
+def backward(
+    guided: Guided,
+    reference: Guided | None,
+    rollout: Rollout,
+    trajectories: Trajectories | None,
+    advantage: Tensor,
+    schedule: Schedule,
+    diffusion_steps: Sequence[int],
+    config: AlgorithmConfig,
+    scale: float,
+) -> LossParts:
+    """Accumulate the gradient of the loss of one micro-batch in the trunk's parameters.
+
+    Args:
+        guided: the policy under the conditions of these B images, with gradient.
+        reference: the start model under the same, without gradient; None where kl is 0.
+        advantage: [B].
+        diffusion_steps: transitions to score; deterministic ones are refused.
+        scale: one over the number of (AR step, micro-batch) terms of the whole update.
+
+    Raises:
+        UnhealthyError: the trunk does not give the z of the rollout.
+    """
+    total = LossParts()
+    for step in rollout.steps:
+        z, z_uncond = guided.latents(step.tokens, step.known, step.num_known, step.places)
+        error = (z.detach().float() - step.z.float()).abs().max().item()
+        if not error <= Z_TOLERANCE * max(1.0, step.z.float().abs().max().item()):
+            raise UnhealthyError(
+                f"the update's z differs from the rollout's by {error:.2g}",
+                where=f"AR step {step.index}",
+                hint="the policy that is scored is not the one that was sampled",
+            )
+        leaves = [part.detach().requires_grad_(True) for part in (z, z_uncond) if part is not None]
+        predict = guided.predictor(leaves[0], leaves[1] if len(leaves) == 2 else None)
+        predict_reference = None
+        if reference is not None:
+            with torch.no_grad():
+                predict_reference = reference.predictor(
+                    *reference.latents(step.tokens, step.known, step.num_known, step.places)
+                )
+        parts = _score_step(
+            step, predict, predict_reference, rollout, trajectories, advantage, schedule, diffusion_steps, config, scale
+        )
+        total.merge(parts)
+        outputs = [part for part in (z, z_uncond) if part is not None]
+        torch.autograd.backward(outputs, [leaf.grad for leaf in leaves])
+    return total
+
+
+def _score_step(
+    step: RecordedStep,
+    predict,
+    predict_reference,
+    rollout: Rollout,
+    trajectories: Trajectories | None,
+    advantage: Tensor,
+    schedule: Schedule,
+    diffusion_steps: Sequence[int],
+    config: AlgorithmConfig,
+    scale: float,
+) -> LossParts:
+    """Gradient with respect to z of one AR step, one transition at a time (all trajectories of it at once)."""
+    batch, places = step.places.shape
+    committed = torch.arange(places) < step.num_committed
+    index = step.places[..., None].expand(-1, -1, step.path.shape[-1])
+    keep = consistent(step.path[-1], step.before, rollout.tokens.gather(1, index), committed, config.selection)
+    signal = advantage[:, None] * keep  # [B, M]
+    paths, shares = step.path[None], torch.ones(1, batch, places)
+    if trajectories is not None:
+        uncertain = trajectories.uncertain.gather(1, step.places)
+        extra = torch.stack([path.gather(2, index.expand(len(path), -1, -1, -1)) for path in trajectories.paths])
+        paths = torch.cat([paths, extra])
+        averaged = len(extra) + config.trajectories.include_rollout
+        main = torch.where(uncertain, float(config.trajectories.include_rollout) / averaged, 1.0)
+        shares = torch.cat([main[None], (uncertain / averaged).expand(len(extra), -1, -1)])
+    channels = paths.shape[-1]
+    parts = LossParts(kept=keep.sum().item(), tokens=float(batch * places))
+    elements = batch * places * channels
+    for j in diffusion_steps:
+        state, after, t = paths[:, j], paths[:, j + 1], schedule.timestep(j)
+        mean, std = schedule.transition(j, state, predict(state, t))
+        ratio = policy_term(after, mean, std)  # [1+S, B, M, C]
+        policy = (ratio.sum(-1) * shares * signal).sum()
+        loss = -policy
+        if predict_reference is not None:
+            with torch.no_grad():
+                anchor, _ = schedule.transition(j, state[:1], predict_reference(state[:1], t))
+            kl = gaussian_kl(mean[:1], anchor, std).sum()
+            loss = loss + config.kl * kl
+            parts.kl += kl.item()
+        (loss * (scale / (elements * len(diffusion_steps)))).backward()
+        parts.policy += policy.item()
+        parts.elements += elements
+    return parts

@@ -1,0 +1,254 @@
+"""Masked autoregressive generation that records exactly what an update needs.
+
+An image is made in K AR steps. Step i commits the next tokens of the image's own random order; the diffusion head turns
+noise into each of them in T Gaussian transitions. A token's noise is drawn from the image's key alone, so an image depends
+on (prompt, key) only: not on the batch, the number of processes, or which steps are recorded.
+
+The head runs on committed tokens only, except where a recorded step also wants the tokens that are still unknown
+(scope "unknown": their trajectories are hypothetical and thrown away after the update).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from mar_grpo.diffusion.gaussian import Schedule
+from mar_grpo.diffusion.guidance import guide
+from mar_grpo.errors import InputError
+from mar_grpo.models.policy import Conditioning, Policy
+
+Scope = Literal["committed", "unknown"]
+
+
+class SamplingConfig(BaseModel):
+    """How an image is sampled.
+
+    Args:
+        ar_steps: K; more than tokens makes no sense and is refused when sampling starts.
+        diffusion_steps: T.
+        guidance_scale: 1 is no guidance (and half the work); guidance_renorm below 1 limits the norm.
+        noise_level: eta of the flow SDE, 0 for the ODE (DDPM checkpoints have their own noise).
+        batch_size: images generated at once.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ar_steps: int = Field(12, gt=0)
+    diffusion_steps: int = Field(10, gt=0)
+    guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
+    guidance_renorm: float = Field(1.0, gt=0, le=1)
+    noise_level: float = Field(0.7, ge=0, allow_inf_nan=False)
+    batch_size: int = Field(128, gt=0)
+
+
+def mask_schedule(num_tokens: int, ar_steps: int) -> list[int]:
+    """Tokens committed by each AR step: differences of round(L cos(pi k / 2K)); empty steps are dropped (NOVA)."""
+    left = [round(num_tokens * math.cos(0.5 * math.pi * k / ar_steps)) for k in range(ar_steps + 1)]
+    return [now - after for now, after in zip(left[:-1], left[1:], strict=True) if now > after]
+
+
+def noise_key(*parts: int) -> int:
+    """One 63-bit key of several numbers (seed, update, prompt, member ...): equal parts, equal noise."""
+    words = np.random.SeedSequence([part % 2**64 for part in parts]).generate_state(1, np.uint64)
+    return int(words[0] >> np.uint64(1))
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One AR step as the update reads it.
+
+    `places` are the tokens with a trajectory, the `num_committed` that the step committed first. Shapes: M places.
+    """
+
+    index: int
+    tokens: Tensor  # [B, L, C] canvas before the step
+    known: Tensor  # bool [B, L]
+    num_known: int
+    places: Tensor  # int64 [B, M]
+    num_committed: int
+    path: Tensor  # float32 [T+1, B, M, C], path[j] is the state before diffusion step j
+    z: Tensor  # [B, M, D], without gradient
+    before: Tensor | None = None  # float32 [B, M, C], final state of the same tokens in the AR step before
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A batch of finished images: tokens [B, L, C], what each recorded step needs, and z at commitment [B, L, D]."""
+
+    tokens: Tensor
+    steps: list[RecordedStep]
+    z: Tensor
+    z_unconditional: Tensor | None
+
+
+class Guided:
+    """Trunk and head of a policy under guidance: one place for sampling and for scoring."""
+
+    def __init__(self, policy: Policy, cond: Tensor, uncond: Tensor | None, sampling: SamplingConfig) -> None:
+        self.policy, self.cond, self.uncond, self.sampling = policy, cond, uncond, sampling
+
+    @classmethod
+    def of(cls, policy: Policy, conditioning: Conditioning, sampling: SamplingConfig) -> Guided:
+        """Condition tokens of the prompts, [B, Nv, D], and of no prompt where guidance needs them."""
+        uncond = None
+        if sampling.guidance_scale != 1.0:
+            uncond = policy.condition(conditioning.unconditional(1)).expand(len(conditioning.text), -1, -1)
+        return cls(policy, policy.condition(conditioning), uncond, sampling)
+
+    def rows(self, index: Tensor) -> Guided:
+        """The same for images that share prompts: image b has prompt index[b]."""
+        uncond = None if self.uncond is None else self.uncond[:1].expand(len(index), -1, -1)
+        return Guided(self.policy, self.cond[index], uncond, self.sampling)
+
+    def latents(self, tokens: Tensor, known: Tensor, num_known: int, places: Tensor) -> tuple[Tensor, Tensor | None]:
+        """z [B, M, D] at `places`, conditional and (under guidance) unconditional."""
+        z = self.policy.ar_latents(tokens, known, self.cond, num_known=num_known, wanted=places)
+        if self.uncond is None:
+            return z, None
+        return z, self.policy.ar_latents(tokens, known, self.uncond, num_known=num_known, wanted=places)
+
+    def predictor(self, z: Tensor, z_uncond: Tensor | None):
+        """A function (x_t [..., B, M, C], t) -> guided prediction, float32; guidance is here and nowhere else."""
+        policy, sampling = self.policy, self.sampling
+        condition = policy.head_condition(z)
+        if z_uncond is None:
+            return lambda x_t, t: policy.head_conditioned(x_t, t, condition)
+        without = policy.head_condition(z_uncond)
+
+        def guided(x_t: Tensor, t: Tensor) -> Tensor:
+            cond = policy.head_conditioned(x_t, t, condition)
+            uncond = policy.head_conditioned(x_t, t, without)
+            if sampling.guidance_renorm >= 1.0:
+                return guide(cond, uncond, sampling.guidance_scale)
+            flat = [part.reshape(-1, *part.shape[-2:]) for part in (cond, uncond)]
+            return guide(*flat, sampling.guidance_scale, sampling.guidance_renorm).view_as(cond)
+
+        return guided
+
+
+def denoise(predict, schedule: Schedule, start: Tensor, step_noise: Tensor) -> Tensor:
+    """All states of T transitions.
+
+    Args:
+        predict: (x_t, t) -> prediction.
+        start: unit noise [..., C]; step_noise: unit noise [T, ..., C].
+
+    Returns:
+        float32 [T+1, ..., C]; the first is `start`, the last the token.
+    """
+    path = [start.float()]
+    for j in range(schedule.num_steps):
+        path.append(schedule.step(j, path[-1], predict(path[-1], schedule.timestep(j)), step_noise[j]))
+    return torch.stack(path)
+
+
+@torch.no_grad()
+def roll_out(
+    policy: Policy,
+    conditioning: Conditioning,
+    keys: Sequence[int],
+    sampling: SamplingConfig,
+    *,
+    recorded: Collection[int] = (),
+    scope: Scope = "committed",
+    keep_before: bool = False,
+) -> Rollout:
+    """Generate one image per key.
+
+    Args:
+        conditioning: of each image's prompt.
+        keys: noise key of each image.
+        recorded: AR steps (of `mask_schedule`) to record.
+        scope: which tokens have a trajectory in a recorded step.
+        keep_before: also keep what unknown tokens looked like one AR step earlier (delta consistency).
+
+    Raises:
+        InputError: more AR steps than tokens.
+    """
+    length, channels = policy.num_tokens, policy.token_dim
+    if sampling.ar_steps > length:
+        raise InputError(
+            f"{sampling.ar_steps} AR steps for {length} tokens", where="ar_steps", hint=f"use at most {length}"
+        )
+    counts = mask_schedule(length, sampling.ar_steps)
+    schedule = policy.schedule(sampling.diffusion_steps, eta=sampling.noise_level)
+    guided = Guided.of(policy, conditioning, sampling)
+    order, noise = draw_noise(keys, length, channels, schedule.num_steps + 1)
+    batch = len(keys)
+    tokens = torch.zeros(batch, length, channels)
+    known = torch.zeros(batch, length, dtype=torch.bool)
+    z_commit = torch.zeros(batch, length, guided.cond.shape[-1])
+    z_uncommit = None if guided.uncond is None else torch.zeros_like(z_commit)
+    steps: list[RecordedStep] = []
+    before: Tensor | None = None
+    num_known = 0
+    for index, count in enumerate(counts):
+        wide = scope == "unknown" and (index in recorded or (keep_before and index + 1 in recorded))
+        places = order[:, num_known:] if wide else order[:, num_known : num_known + count]
+        z, z_uncond = guided.latents(tokens, known, num_known, places)
+        chosen = noise if not wide else _with_hypothetical(noise, order, num_known + count, keys, index)
+        start, *step_noise = _at(chosen, places)
+        path = denoise(guided.predictor(z, z_uncond), schedule, start, torch.stack(step_noise))
+        if index in recorded:
+            earlier = None if before is None or not wide else _at(before[None], places)[0]
+            steps.append(
+                RecordedStep(index, tokens.clone(), known.clone(), num_known, places, count, path, z, earlier)
+            )
+        committed = places[:, :count, None]
+        tokens.scatter_(1, committed.expand(-1, -1, channels), path[-1][:, :count])
+        known.scatter_(1, committed[..., 0], True)
+        z_commit.scatter_(1, committed.expand(-1, -1, z.shape[2]), z[:, :count].float())
+        if z_uncommit is not None and z_uncond is not None:
+            z_uncommit.scatter_(1, committed.expand(-1, -1, z.shape[2]), z_uncond[:, :count].float())
+        before = None
+        if wide and keep_before:
+            before = tokens.clone().scatter_(1, places[..., None].expand(-1, -1, channels), path[-1])
+        num_known += count
+    return Rollout(tokens, steps, z_commit, z_uncommit)
+
+
+def draw_noise(keys: Sequence[int], length: int, channels: int, states: int) -> tuple[Tensor, Tensor]:
+    """Orders int64 [B, L] and unit noise float32 [states, B, L, C], each image from its own generator."""
+    order = torch.empty(len(keys), length, dtype=torch.int64)
+    noise = torch.empty(states, len(keys), length, channels)
+    for row, key in enumerate(keys):
+        generator = torch.Generator().manual_seed(key)
+        order[row] = torch.randperm(length, generator=generator)
+        noise[:, row] = torch.randn(states, length, channels, generator=generator)
+    return order, noise
+
+
+def _with_hypothetical(noise: Tensor, order: Tensor, num_done: int, keys: Sequence[int], index: int) -> Tensor:
+    """The noise with fresh values for tokens that are not committed by this step, so that their own stays unused."""
+    fresh = noise.clone()
+    states, _, length, channels = noise.shape
+    for row, key in enumerate(keys):
+        generator = torch.Generator().manual_seed(noise_key(key, 1, index))
+        other = order[row, num_done:]
+        fresh[:, row, other] = torch.randn(states, length, channels, generator=generator)[:, other]
+    return fresh
+
+
+def _at(values: Tensor, places: Tensor) -> Tensor:
+    """Values [N, B, L, C] at places [B, M] -> [N, B, M, C]."""
+    index = places[None, :, :, None].expand(len(values), -1, -1, values.shape[-1])
+    return values.gather(2, index)
+
+
+@torch.no_grad()
+def generate(policy: Policy, prompts: Sequence[str], keys: Sequence[int], sampling: SamplingConfig) -> Tensor:
+    """Images uint8 [B, H, W, 3], one per (prompt, key), in batches; the result does not depend on the batches."""
+    images = []
+    for start in range(0, len(prompts), sampling.batch_size):
+        rows = slice(start, start + sampling.batch_size)
+        rollout = roll_out(policy, policy.encode_prompts(prompts[rows]), keys[rows], sampling)
+        images.append(policy.decode(rollout.tokens))
+    return torch.cat(images)
