@@ -13,6 +13,7 @@ Weights may be sharded (`*.safetensors.index.json`) and stored in 16 bits; they 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -20,7 +21,8 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from importlib import resources
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -29,11 +31,15 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from mar_grpo.documents import Checkpoint, CheckpointFile, DocumentRef, read_document, write_document
 from mar_grpo.errors import InputError, RetryableError, UnhealthyError
 from mar_grpo.models.policy import Policy
 from mar_grpo.models.text import PAD, UNKNOWN
+from mar_grpo.store import Store, canonical_json, store_for
 
 FAMILY = "NOVAPipeline"
+DOCUMENT = "checkpoint.json"  # the Checkpoint document beside the published files
+PLAIN_SUFFIXES = (".json", ".safetensors", ".txt")  # what a checkpoint is made of; code in its folder stays behind
 DIFFUSERS_STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
 _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
@@ -200,7 +206,7 @@ def save_policy(policy: Policy, folder: str | os.PathLike[str], *, dtype: torch.
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"} | {
         key: token for key, token in special.items() if token in vocabulary
     }
-    with _whole_folder(folder) as partial:
+    with _whole_folder(folder, replace=True) as partial:
         _write_json(partial / "model_index.json", index)
         _write_json(partial / "scheduler/scheduler_config.json", policy.scheduler_config)
         _write_json(partial / "tokenizer/tokenizer_config.json", tokenizer_config)
@@ -233,23 +239,131 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _whole_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends well, and vanishes when not."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+def _whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its place when the block ends well, and vanishes when not.
+
+    With `replace` False a folder that somebody else put there meanwhile stays.
+    """
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
-    partial.mkdir()
+    old = partial.with_name(partial.name + ".old")
     try:
+        partial.mkdir(parents=True)
         yield partial
-        if folder.exists():
-            old = partial.with_name(partial.name + ".old")
+        if replace and folder.exists():
             folder.rename(old)
+        try:
             partial.rename(folder)
-            shutil.rmtree(old)
-        else:
-            partial.rename(folder)
+        except OSError:
+            if replace or not folder.is_dir():
+                raise
     except (OSError, SafetensorError) as error:
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise RetryableError("no space left for the checkpoint", where=str(folder), hint="free space") from error
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+# --- store -------------------------------------------------------------------------------------------------------
+
+
+def publish_checkpoint(
+    folder: str | os.PathLike[str],
+    store: Store,
+    prefix: str,
+    *,
+    step: int = 0,
+    parent: str | None = None,
+    recipe_digest: str | None = None,
+) -> DocumentRef:
+    """Put a checkpoint folder into the store and, last, the Checkpoint document that names every file and digest.
+
+    Args:
+        prefix: key of the folder; the document is `prefix/checkpoint.json`.
+        step: updates that made it; `parent`: digest of the checkpoint it was trained from.
+    """
+    folder = Path(folder)
+    read_config(folder / "model_index.json")
+    files = []
+    for path in _plain_files(folder):
+        entry = store.put_file(folder / path, f"{prefix}/{path}")
+        files.append(CheckpointFile(path=path, uri=entry.uri, bytes=entry.bytes, sha256=entry.sha256))
+    names = ("transformer", "vae", "text_encoder")
+    config = {name: read_config(folder / name / "config.json") for name in names}
+    config["scheduler"] = read_config(folder / "scheduler/scheduler_config.json")
+    document = Checkpoint(
+        family=FAMILY, config=config, files=tuple(files), step=step, parent=parent, recipe_digest=recipe_digest
+    )
+    return write_document(store, f"{prefix}/{DOCUMENT}", document)
+
+
+def fetch_checkpoint(source: DocumentRef | str, cache: str | os.PathLike[str], *, sha256: str | None = None) -> Path:
+    """A local folder that holds the checkpoint, every byte checked against the digests that are known.
+
+    Args:
+        source: a reference or URI of a Checkpoint document; or `package://NAME` (shipped with this package), a path or
+            URI of a folder. A folder with a document beside its files is read through the document.
+        cache: local folder for what comes from a store; what lies there already and is right is not fetched again.
+        sha256: digest of the document, or `folder_digest` of a folder without one.
+
+    Raises:
+        InputError: no such checkpoint, or a digest is wrong.
+    """
+    uri, pin = (source.uri, source.sha256) if isinstance(source, DocumentRef) else (source.rstrip("/"), sha256)
+    cache = Path(cache)
+    if uri.startswith("package://"):
+        folder = Path(str(resources.files("mar_grpo.assets") / uri.removeprefix("package://")))
+    else:
+        store, key = store_for(uri)
+        if key.endswith(".json") or store.exists(f"{key}/{DOCUMENT}"):
+            return _fetch_document(uri if key.endswith(".json") else f"{uri}/{DOCUMENT}", pin, cache)
+        folder = Path("/", store.root, key)
+        if store.scheme != "file":
+            version = canonical_json([(uri, name, *store.stat(name)) for name in store.list(key)])
+            folder = cache / hashlib.sha256(version).hexdigest()[:16]
+            if not folder.is_dir():
+                with _whole_folder(folder, replace=False) as partial:
+                    store.get_folder(key, partial)
+    if not folder.is_dir():
+        raise InputError("checkpoint folder does not exist", where=uri)
+    if pin is not None and folder_digest(folder) != pin:
+        what = f"checkpoint has digest {folder_digest(folder)}, {pin} was asked for"
+        raise InputError(what, where=uri, hint="correct the digest or the URI")
+    return folder
+
+
+def folder_digest(folder: str | os.PathLike[str]) -> str:
+    """sha256 over the paths and contents of a checkpoint folder, 64 hex digits."""
+    return hashlib.sha256(canonical_json(_digests(Path(folder)))).hexdigest()
+
+
+def _fetch_document(uri: str, sha256: str | None, cache: Path) -> Path:
+    document = read_document(uri, Checkpoint, sha256=sha256)
+    wanted = {file.path: file.sha256 for file in document.files}
+    for path in wanted:
+        if not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise InputError(f"document names a file outside its folder: {path!r}", where=uri)
+    folder = cache / document.digest[:16]
+    if folder.is_dir():
+        if _digests(folder) == wanted:
+            return folder
+        shutil.rmtree(folder)
+    with _whole_folder(folder, replace=False) as partial:
+        for file in document.files:
+            store, key = store_for(file.uri)
+            store.get_file(key, partial / file.path, sha256=file.sha256)
+    return folder
+
+
+def _plain_files(folder: Path) -> list[str]:
+    paths = (path for path in folder.rglob("*") if path.suffix in PLAIN_SUFFIXES and path.is_file())
+    return sorted(path.relative_to(folder).as_posix() for path in paths if path != folder / DOCUMENT)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in _plain_files(folder):
+        with open(folder / path, "rb") as file:
+            found[path] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found

@@ -67,7 +67,7 @@ class Policy(nn.Module):
     ) -> Policy:
         """A new policy from the contents of the published config files, filled from `generator`.
 
-        Without a generator no weight has a meaning yet (autoencoder and text encoder stay on the meta device): load one.
+        Without a generator no weight has a meaning yet (autoencoder and text encoder stay on the meta device).
         """
         config = NovaConfig.from_dict(dict(transformer))
         model = NovaTransformer(config)
@@ -122,7 +122,7 @@ class Policy(nn.Module):
         num_known: int | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """z [B, L, D] of tokens [B, L, C] of which `known` [B, L] are committed; gradient flows. See NovaTransformer."""
+        """z [B, L, D] of tokens [B, L, C], `known` [B, L] are committed; gradient flows (see NovaTransformer)."""
         return self.transformer.ar_latents(tokens, known, cond, num_known=num_known, wanted=wanted)
 
     def head(self, x_t: Tensor, t: Tensor, z: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class TextEncoder(nn.Module):
         max_tokens: int,
         generator: torch.Generator | None = None,
     ) -> TextEncoder:
-        """A text encoder from the content of text_encoder/config.json; without a generator its weights are left on meta.
+        """A text encoder from the content of text_encoder/config.json; without a generator its weights stay on meta.
 
         Raises:
             InputError: not a Phi configuration, values PhiModel refuses, or a tokenizer with more ids than embeddings.
@@ -75,6 +75,11 @@ class TextEncoder(nn.Module):
             model = on_meta(lambda: PhiModel(phi))
         except Exception as error:  # transformers' strict configurations raise classes of their own
             raise InputError(f"PhiModel refuses its configuration: {error}", where=where) from error
+        heads = phi.num_attention_heads
+        rotary: Any = model.get_submodule("layers.0.self_attn").rotary_ndims
+        if phi.hidden_size % heads or rotary % 2:
+            what = f"hidden_size {phi.hidden_size} does not split into {heads} heads of an even rotary width"
+            raise InputError(what, where=where)
         if tokenizer.get_vocab_size() > phi.vocab_size:
             what = f"the tokenizer has {tokenizer.get_vocab_size()} ids, the text encoder {phi.vocab_size} embeddings"
             raise InputError(what, where=f"{where}: vocab_size")
@@ -149,7 +154,7 @@ class TextEncoder(nn.Module):
 
 
 def make_word_tokenizer(words: Iterable[str]) -> Tokenizer:
-    """A tokenizer of whole lower-case words (and single marks); any other word becomes <unk>. Ids are sorted by word."""
+    """A tokenizer of whole lower-case words (and single marks); any other word becomes <unk>. Ids sorted by word."""
     tokenizer = Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

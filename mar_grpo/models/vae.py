@@ -60,7 +60,7 @@ class Vae(nn.Module):
         return 2 ** (len(self.model.config["block_out_channels"]) - 1)
 
     def moments(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Posterior mean and log-variance, unscaled, each [B, c, h, w]; pixels [B, 3, H, W] in [-1, 1]; with gradient."""
+        """Posterior mean and log-variance, unscaled [B, c, h, w], of pixels [B, 3, H, W] in [-1, 1]; with gradient."""
         posterior = self.model.encode(pixels.to(self.model.dtype)).latent_dist
         return posterior.mean.float(), posterior.logvar.float()
 

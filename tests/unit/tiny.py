@@ -1,0 +1,59 @@
+"""The smallest policy of the NOVA family whose parts all do something (fast to build, meaningless pictures)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from mar_grpo.models.policy import Policy
+from mar_grpo.models.text import make_word_tokenizer
+
+WORDS = ["a", "photo", "of", "two", "red", "apple", "apples", "dog", "and", "circle", "left", "right", "above", "below"]
+
+TRANSFORMER: dict[str, Any] = {
+    "_class_name": "NOVATransformer3DModel",
+    "image_dim": 4,
+    "image_size": [32, 32],
+    "image_stride": 4,
+    "text_token_dim": 16,
+    "text_token_len": 8,
+    "image_base_size": [4, 4],
+    "video_base_size": [1, 2, 2],
+    "arch": ["vit_d2w16", "vit_d4w16", "mlp_d2w16"],
+    "num_heads": 2,
+    "patch_size": 2,
+}
+VAE: dict[str, Any] = {
+    "_class_name": "AutoencoderKL",
+    "block_out_channels": [8, 8, 8],
+    "down_block_types": ["DownEncoderBlock2D"] * 3,
+    "up_block_types": ["UpDecoderBlock2D"] * 3,
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 4,
+    "scaling_factor": 0.5,
+}
+TEXT: dict[str, Any] = {
+    "model_type": "phi",
+    "architectures": ["PhiModel"],
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "vocab_size": 20,
+}
+FLOW: dict[str, Any] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
+
+
+def tokenizer() -> Tokenizer:
+    return make_word_tokenizer(WORDS)
+
+
+def policy(seed: int = 0, **changes: dict[str, Any]) -> Policy:
+    """A policy from a seed; keywords `transformer`, `vae`, `text`, `scheduler` change keys of its configurations."""
+    parts = {"transformer": TRANSFORMER, "vae": VAE, "text": TEXT, "scheduler": FLOW}
+    configs = {name: config | changes.get(name, {}) for name, config in parts.items()}
+    return Policy.from_configs(**configs, tokenizer=tokenizer(), generator=torch.Generator().manual_seed(seed)).eval()
