@@ -19,7 +19,7 @@ SHA256 = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
 class DocumentRef(_Record):

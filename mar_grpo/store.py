@@ -114,7 +114,7 @@ class Store:
 
     def stat(self, key: str) -> tuple[int, str]:
         """Size in bytes and etag."""
-        return self._attempt("look at", key, lambda: self._transport().stat(key))
+        return self._attempt("read", key, lambda: self._transport().stat(key))
 
     def exists(self, key: str) -> bool:
         """Whether the key holds an object. A missing bucket or refused keys are an InputError, not False."""
@@ -128,11 +128,12 @@ class Store:
                 return False
             return True
 
-        return self._attempt("look at", key, look)
+        return self._attempt("look for", key, look)
 
     def list(self, prefix: str = "") -> Sequence[str]:
         """Sorted keys of all objects in the folder `prefix`, at any depth."""
-        return self._attempt("list", prefix, lambda: self._transport().list(prefix.strip("/")))
+        folder = prefix.strip("/")
+        return self._attempt("list", folder or None, lambda: self._transport().list(folder))
 
     def entry(self, key: str) -> FileEntry:
         """Read the object through and describe it."""
@@ -222,7 +223,7 @@ class Store:
 
     def make_root(self) -> None:
         """Make the bucket (or folder) when it does not exist."""
-        self._attempt("make", "", lambda: self._transport().make_root())
+        self._attempt("make the root", None, lambda: self._transport().make_root())
 
     def preflight(self) -> None:
         """Write, read, list and delete one small object with the identity this process has."""
@@ -268,9 +269,8 @@ class Store:
                 hint="the object was changed or cut; publish it again or correct the reference",
             )
 
-    def _attempt(self, verb: str, key: str, operation: Callable[[], T]) -> T:
-        if key:
-            _checked(key)
+    def _attempt(self, verb: str, key: str | None, operation: Callable[[], T]) -> T:
+        where = self.uri() if key is None else self.uri(_checked(key))
         deadline = time.monotonic() + self.retry_seconds
         pause = 0.1
         while True:
@@ -280,20 +280,19 @@ class Store:
                 raise
             except Exception as error:
                 if not is_transient(error):
-                    raise self._explain(verb, key, error) from error
+                    raise self._explain(verb, where, error) from error
                 wait = pause * _jitter.uniform(0.5, 1.5)
                 if time.monotonic() + wait > deadline:
                     raise RetryableError(
-                        f"could not {verb} an object for {self.retry_seconds:g} s: {one_line(error)}",
-                        where=f"{self.uri(key)} at {self._transport().place}",
+                        f"could not {verb} for {self.retry_seconds:g} s: {one_line(error)}",
+                        where=f"{where} at {self._transport().place}",
                         hint="check that the store runs, has room and can be reached, then run the same command again",
                     ) from error
                 time.sleep(wait)
                 pause = min(1.6 * pause, 2.0)
 
-    def _explain(self, verb: str, key: str, error: Exception) -> Exception:
+    def _explain(self, verb: str, where: str, error: Exception) -> Exception:
         """The message for an error that a retry would not mend."""
-        where = self.uri(key)
         if isinstance(error, Replaced):
             return InputError(
                 "the object was replaced while it was read",
@@ -312,7 +311,9 @@ class Store:
                 hint="check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN) and the key's rights",
             )
         if isinstance(error, FileNotFoundError):
-            if error_code(error) == "NoSuchBucket" or not self._attempt("look at", "", self._transport().root_exists):
+            if error_code(error) == "NoSuchBucket" or not self._attempt(
+                "look for the bucket", None, self._transport().root_exists
+            ):
                 return InputError(
                     "the bucket does not exist", where=f"{where} at {place}", hint="make it or correct it"
                 )

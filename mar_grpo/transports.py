@@ -7,6 +7,7 @@ raises; `store.Store` adds retries, verification and messages. Neither object ma
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import secrets
 import shutil
@@ -134,30 +135,41 @@ def _identity(stat: os.stat_result) -> tuple[int, str]:
     return stat.st_size, f"{stat.st_mtime_ns:x}-{stat.st_size:x}-{stat.st_ino:x}"
 
 
+@functools.lru_cache(maxsize=8)
+def _connect(process: int, timeout_seconds: float, variables: tuple[tuple[str, str], ...]) -> Any:
+    """An s3fs file system of our own, shared by the stores of one process with the same AWS variables (0.4 s to make).
+
+    The arguments that are not used in the body say whom it may be shared with: s3fs does not survive a fork.
+    """
+    import s3fs
+
+    files = s3fs.S3FileSystem(
+        skip_instance_cache=True,
+        use_listings_cache=False,
+        max_concurrency=4,  # of 50 MiB parts each
+        config_kwargs={
+            "connect_timeout": min(5.0, timeout_seconds),
+            "read_timeout": min(15.0, timeout_seconds),
+            "retries": {"total_max_attempts": 1},
+            "request_checksum_calculation": "when_required",  # not every S3 knows trailers; we read back instead
+            "response_checksum_validation": "when_required",
+        },
+    )
+    files.retries = 1  # the store above retries: one bounded layer instead of three
+    return files
+
+
 class S3Objects:
     """Objects of one bucket below one prefix. Endpoint, region and keys come from the standard AWS variables."""
 
     page_keys = 1000  # of a listing; the most that S3 gives
 
     def __init__(self, root: str, timeout_seconds: float) -> None:
-        import s3fs
-
         self.bucket, _, prefix = root.partition("/")
         self.prefix = f"{prefix}/" if prefix else ""
-        self._files = s3fs.S3FileSystem(
-            skip_instance_cache=True,
-            use_listings_cache=False,
-            max_concurrency=4,  # of 50 MiB parts each
-            config_kwargs={
-                "connect_timeout": min(5.0, timeout_seconds),
-                "read_timeout": min(15.0, timeout_seconds),
-                "retries": {"total_max_attempts": 1},
-                "request_checksum_calculation": "when_required",  # not every S3 knows trailers; we read back instead
-                "response_checksum_validation": "when_required",
-            },
-        )
+        variables = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_")))
+        self._files = _connect(os.getpid(), timeout_seconds, variables)
         self._bucket_seen = False
-        self._files.retries = 1  # the store above retries: one bounded layer instead of three
 
     @property
     def place(self) -> str:
@@ -288,5 +300,6 @@ def explain_local(verb: str, where: str, error: OSError) -> MarGrpoError:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text without line breaks; its class when it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The error's text without number and line breaks; its class when it has none."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return " ".join(text.split()) or type(error).__name__
