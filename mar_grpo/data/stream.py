@@ -28,19 +28,20 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    train: str = Field("emoji", description="'emoji' for the scenes that ship, or path or URI of a prompt file")
-    evaluation: str = Field("emoji", description="the same for held-out prompts")
-    train_prompts: int | None = Field(None, ge=1, description="distinct training prompts; all if absent")
-    evaluation_prompts: int | None = Field(300, ge=1, description="distinct held-out prompts; all if absent")
+    train: str = Field(default="emoji", description="'emoji' for the scenes that ship, or path or URI of a prompt file")
+    evaluation: str = Field(default="emoji", description="the same for held-out prompts")
+    train_prompts: int | None = Field(default=None, ge=1, description="distinct training prompts; all if absent")
+    evaluation_prompts: int | None = Field(default=300, ge=1, description="distinct held-out prompts; all if absent")
     tag_weights: dict[str, float] = Field(
-        {}, description="share of each tag in an epoch; absent: even for emoji, as they are for a file"
+        default={}, description="share of each tag in an epoch; absent: even for emoji, as they are for a file"
     )
     separate_by: Literal["composition", "request"] = Field(
-        "composition", description="what training and evaluation must not share; 'request' tells relations apart"
+        default="composition",
+        description="what training and evaluation must not share; 'request' tells relations apart",
     )
-    seed: int = Field(0, ge=0, description="chooses the prompts; not the seed of training")
-    samples_per_shard: int = Field(1000, ge=1)
-    cache_bytes: int = Field(256 * 2**20, ge=0, description="decoded shards each process keeps in memory")
+    seed: int = Field(default=0, ge=0, description="chooses the prompts; not the seed of training")
+    samples_per_shard: int = Field(default=1000, ge=1)
+    cache_bytes: int = Field(default=256 * 2**20, ge=0, description="decoded shards each process keeps in memory")
 
     @model_validator(mode="after")
     def _weights(self) -> DataConfig:
