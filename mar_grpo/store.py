@@ -384,5 +384,5 @@ def parse_json(data: bytes, *, where: str) -> Any:
 
     try:
         return json.loads(data.decode("utf-8"), parse_constant=refuse)
-    except ValueError as error:  # also UnicodeDecodeError and JSONDecodeError
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError and JSONDecodeError
         raise InputError(f"not valid JSON: {error}", where=where) from error

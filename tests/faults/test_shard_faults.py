@@ -194,6 +194,7 @@ BAD_RECORDS: dict[str, tuple[bytes, list[str]]] = {
     "unknown entry field": (record(include=[{"class": "a", "count": 1, "colour": "red"}]), ["include[0].colour"]),
     "nothing to check": (record(include=[]), ["single_object", "include"]),
     "not an object": (b"[1, 2]", []),
+    "nested without end": (b'{"prompt": ' + b"[" * 100_000, ["not valid JSON", "recursion"]),
 }
 # How often a prompt file holds a record is not its mistake; that a misspelt field asks for nothing is.
 BAD_ROWS = BAD_RECORDS | {
