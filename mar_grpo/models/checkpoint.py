@@ -12,7 +12,6 @@ Weights may be sharded (`*.safetensors.index.json`) and stored in 16 bits; they 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -32,10 +31,11 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from mar_grpo.documents import Checkpoint, CheckpointFile, DocumentRef, read_document, write_document
-from mar_grpo.errors import InputError, RetryableError, UnhealthyError
+from mar_grpo.errors import InputError, UnhealthyError
 from mar_grpo.models.policy import Policy
 from mar_grpo.models.text import PAD, UNKNOWN
 from mar_grpo.store import Store, canonical_json, store_for
+from mar_grpo.transports import explain_local
 
 FAMILY = "NOVAPipeline"
 DOCUMENT = "checkpoint.json"  # the Checkpoint document beside the published files
@@ -256,10 +256,13 @@ def _whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
         except OSError:
             if replace or not folder.is_dir():
                 raise
-    except (OSError, SafetensorError) as error:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise RetryableError("no space left for the checkpoint", where=str(folder), hint="free space") from error
-        raise
+    except OSError as error:
+        raise explain_local("write", str(folder), error) from error
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise explain_local("write", str(folder), OSError(int(code[1]), os.strerror(int(code[1])))) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
