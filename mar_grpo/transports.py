@@ -6,6 +6,7 @@ raises; `store.Store` adds retries, verification and messages. Neither object ma
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -183,7 +184,8 @@ class S3Objects:
         try:
             self._call("head_bucket")
         except FileNotFoundError:
-            self._call("create_bucket")
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                self._call("create_bucket")
 
     def root_exists(self) -> bool:
         try:
