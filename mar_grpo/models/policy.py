@@ -86,6 +86,11 @@ class Policy(nn.Module):
         """C."""
         return self.transformer.config.token_dim
 
+    @property
+    def device(self) -> torch.device:
+        """Where the transformer's weights are."""
+        return self.transformer.text_embed.weight.device
+
     def schedule(self, num_steps: int, *, eta: float = 0.7, last_step_deterministic: bool = True) -> Schedule:
         """The checkpoint's diffusion schedule with `num_steps` inference steps.
 
@@ -95,10 +100,10 @@ class Policy(nn.Module):
             InputError: the scheduler's class, a key or a value is not supported.
         """
         if self.scheduler_config.get("_class_name") == ddpm.FAMILY:
-            return ddpm.DdpmSchedule.from_config(self.scheduler_config, num_steps)
+            return ddpm.DdpmSchedule.from_config(self.scheduler_config, num_steps).to(self.device)
         return flow.FlowSchedule.from_config(
             self.scheduler_config, num_steps, eta=eta, last_step_deterministic=last_step_deterministic
-        )
+        ).to(self.device)
 
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
         """Text features of each prompt, padded with the transformer's stored rows. Cached per prompt, no gradient."""

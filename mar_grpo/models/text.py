@@ -24,6 +24,7 @@ from mar_grpo.models.build import initialise, on_meta
 
 PHI_CLASSES = ("PhiModel", "PhiEncoderModel", "PhiForCausalLM")
 PAD, UNKNOWN = "<pad>", "<unk>"
+NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_dropout": 0.0}  # equal prompts have equal features
 CACHE_BYTES = 2**28
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class TextEncoder(nn.Module):
         tokenizer.no_truncation()
         self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
         self._cache: OrderedDict[str, Tensor] = OrderedDict()
-        self._cache_version = -1
+        self._cache_version: tuple[torch.device, int] | None = None
         self._warned = False
 
     @classmethod
@@ -71,7 +72,7 @@ class TextEncoder(nn.Module):
                 f"text encoder {', '.join(sorted(names - {'phi', *PHI_CLASSES}))} is not supported", where=where
             )
         try:
-            phi = PhiConfig.from_dict({key: value for key, value in config.items() if key != "auto_map"})
+            phi = PhiConfig.from_dict({k: v for k, v in config.items() if k != "auto_map"} | NO_DROPOUT)
             model = on_meta(lambda: PhiModel(phi))
         except Exception as error:  # transformers' strict configurations raise classes of their own
             raise InputError(f"PhiModel refuses its configuration: {error}", where=where) from error
@@ -125,7 +126,7 @@ class TextEncoder(nn.Module):
 
         Each new prompt is one forward pass of its own, so its features do not depend, to the last bit, on the others.
         """
-        version = sum(parameter._version for parameter in self.parameters())
+        version = self.model.device, sum(parameter._version for parameter in self.parameters())
         if version != self._cache_version:
             self._cache.clear()
             self._cache_version = version

@@ -99,9 +99,7 @@ def test_saving_replaces_an_older_checkpoint(folder: Path) -> None:
 
 def test_other_schedulers_survive(tmp_path: Path) -> None:
     scheduler = {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000, "beta_schedule": "scaled_linear"}
-    policy = tiny.policy(scheduler={"shift": 1.0})
-    policy.scheduler_config = scheduler
-    loaded = load_policy(save_policy(policy, tmp_path / "ddpm"))
+    loaded = load_policy(save_policy(tiny.policy(scheduler=scheduler), tmp_path / "ddpm"))
     assert loaded.scheduler_config == scheduler
     assert loaded.schedule(10).num_steps == 10
 

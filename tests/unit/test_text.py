@@ -120,6 +120,34 @@ def test_published_class_name_is_phi_and_its_code_is_not_asked_for() -> None:
     assert "auto_map" not in encoder(**published).config
 
 
+def test_equal_prompts_have_equal_features_in_training_mode() -> None:
+    text = encoder(resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5)
+    expected = text.encode_trainable(["a dog"])[0]
+    assert torch.equal(text.train().encode_trainable(["a dog"])[0], expected)
+
+
+def test_full_size_phi() -> None:
+    """Phi-2's published numbers: with its language head (left out here) 2,779,683,840 parameters."""
+    published = {
+        "architectures": ["PhiEncoderModel"],
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "vocab_size": 51200,
+        "partial_rotary_factor": 0.4,
+        "rope_theta": 10000.0,
+        "resid_pdrop": 0.1,
+        "torch_dtype": "float16",
+    }
+    text = TextEncoder.from_config(published, tiny.tokenizer(), 256)
+    head = 51200 * 2560 + 51200
+    assert sum(parameter.numel() for parameter in text.parameters()) == 2_779_683_840 - head
+    assert text.get_buffer("model.rotary_emb.inv_freq").shape == (16,)  # 0.4 of 80 channels, in pairs
+    assert text.dim == 2560
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -53,7 +53,7 @@ def tokenizer() -> Tokenizer:
 
 
 def policy(seed: int = 0, **changes: dict[str, Any]) -> Policy:
-    """A policy from a seed; keywords `transformer`, `vae`, `text`, `scheduler` change keys of its configurations."""
-    parts = {"transformer": TRANSFORMER, "vae": VAE, "text": TEXT, "scheduler": FLOW}
+    """A policy from a seed; `transformer`, `vae`, `text` change keys of its configurations, `scheduler` replaces it."""
+    parts = {"transformer": TRANSFORMER, "vae": VAE, "text": TEXT, "scheduler": changes.get("scheduler", FLOW)}
     configs = {name: config | changes.get(name, {}) for name, config in parts.items()}
     return Policy.from_configs(**configs, tokenizer=tokenizer(), generator=torch.Generator().manual_seed(seed)).eval()
