@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from safetensors.torch import load_file, save_file
+from transformers import PhiModel, PreTrainedTokenizerFast
 
 from mar_grpo.documents import Checkpoint, CheckpointFile, DocumentRef, read_document, write_document
 from mar_grpo.errors import InputError, RetryableError, UnhealthyError
@@ -78,6 +80,20 @@ def test_round_trip_is_exact_and_deterministic(saved: Path, tmp_path: Path) -> N
         policy.condition(policy.encode_prompts(["a dog"])), loaded.condition(loaded.encode_prompts(["a dog"]))
     )
     assert folder_digest(save_policy(loaded, tmp_path / "again")) == folder_digest(saved)
+
+
+def test_diffusers_and_transformers_read_their_parts(saved: Path) -> None:
+    policy = tiny.policy()
+    vae = AutoencoderKL.from_pretrained(saved / "vae")
+    text = PhiModel.from_pretrained(saved / "text_encoder")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(saved / "tokenizer")
+    for theirs, ours in ((vae, policy.vae.model), (text, policy.text.model)):
+        expected = ours.state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in theirs.state_dict().items())
+    assert vae.config["scaling_factor"] == 0.5
+    prompt = "a photo of two zebras"
+    assert tokenizer(prompt).input_ids == policy.text.token_ids(prompt) == [2, 12, 11, 15, 1]
+    assert tokenizer.unk_token == "<unk>" and tokenizer.pad_token == "<pad>"
 
 
 def test_half_precision_storage(saved: Path, tmp_path: Path) -> None:
