@@ -97,23 +97,35 @@ class Guided:
 
     @classmethod
     def of(cls, policy: Policy, conditioning: Conditioning, sampling: SamplingConfig) -> Guided:
-        """Condition tokens of the prompts, [B, Nv, D], and of no prompt where guidance needs them."""
+        """Condition tokens of the prompts, [P, Nv, D], and of no prompt, [1, Nv, D], where guidance needs them."""
         uncond = None
         if sampling.guidance_scale != 1.0:
-            uncond = policy.condition(conditioning.unconditional(1)).expand(len(conditioning.text), -1, -1)
+            uncond = policy.condition(conditioning.unconditional(1))
         return cls(policy, policy.condition(conditioning), uncond, sampling)
 
     def rows(self, index: Tensor) -> Guided:
         """The same for images that share prompts: image b has prompt index[b]."""
-        uncond = None if self.uncond is None else self.uncond[:1].expand(len(index), -1, -1)
+        uncond = None if self.uncond is None else self.uncond.expand(len(index), -1, -1)
         return Guided(self.policy, self.cond[index], uncond, self.sampling)
+
+    def leaves(self) -> Guided:
+        """The same values cut off from the graph, collecting gradient for `backward_through`."""
+        uncond = None if self.uncond is None else self.uncond.detach().requires_grad_(True)
+        return Guided(self.policy, self.cond.detach().requires_grad_(True), uncond, self.sampling)
+
+    def backward_through(self, leaves: Guided) -> None:
+        """Send the gradient that `leaves` collected on to the parameters behind the condition."""
+        pairs = [(self.cond, leaves.cond), (self.uncond, leaves.uncond)]
+        used = [(out, leaf.grad) for out, leaf in pairs if out is not None and leaf is not None and leaf.grad is not None]
+        torch.autograd.backward([out for out, _ in used], [grad for _, grad in used])
 
     def latents(self, tokens: Tensor, known: Tensor, num_known: int, places: Tensor) -> tuple[Tensor, Tensor | None]:
         """z [B, M, D] at `places`, conditional and (under guidance) unconditional."""
         z = self.policy.ar_latents(tokens, known, self.cond, num_known=num_known, wanted=places)
         if self.uncond is None:
             return z, None
-        return z, self.policy.ar_latents(tokens, known, self.uncond, num_known=num_known, wanted=places)
+        uncond = self.uncond.expand(len(tokens), -1, -1)
+        return z, self.policy.ar_latents(tokens, known, uncond, num_known=num_known, wanted=places)
 
     def predictor(self, z: Tensor, z_uncond: Tensor | None):
         """A function (x_t [..., B, M, C], t) -> guided prediction, float32; guidance is here and nowhere else."""
@@ -152,10 +164,8 @@ def denoise(predict, schedule: Schedule, start: Tensor, step_noise: Tensor) -> T
 
 @torch.no_grad()
 def roll_out(
-    policy: Policy,
-    conditioning: Conditioning,
+    guided: Guided,
     keys: Sequence[int],
-    sampling: SamplingConfig,
     *,
     recorded: Collection[int] = (),
     scope: Scope = "committed",
@@ -164,7 +174,7 @@ def roll_out(
     """Generate one image per key.
 
     Args:
-        conditioning: of each image's prompt.
+        guided: the policy under each image's prompt.
         keys: noise key of each image.
         recorded: AR steps (of `mask_schedule`) to record.
         scope: which tokens have a trajectory in a recorded step.
@@ -173,6 +183,7 @@ def roll_out(
     Raises:
         InputError: more AR steps than tokens.
     """
+    policy, sampling = guided.policy, guided.sampling
     length, channels = policy.num_tokens, policy.token_dim
     if sampling.ar_steps > length:
         raise InputError(
@@ -180,7 +191,6 @@ def roll_out(
         )
     counts = mask_schedule(length, sampling.ar_steps)
     schedule = policy.schedule(sampling.diffusion_steps, eta=sampling.noise_level)
-    guided = Guided.of(policy, conditioning, sampling)
     order, noise = draw_noise(keys, length, channels, schedule.num_steps + 1)
     batch = len(keys)
     tokens = torch.zeros(batch, length, channels)
@@ -249,6 +259,6 @@ def generate(policy: Policy, prompts: Sequence[str], keys: Sequence[int], sampli
     images = []
     for start in range(0, len(prompts), sampling.batch_size):
         rows = slice(start, start + sampling.batch_size)
-        rollout = roll_out(policy, policy.encode_prompts(prompts[rows]), keys[rows], sampling)
+        rollout = roll_out(Guided.of(policy, policy.encode_prompts(prompts[rows]), sampling), keys[rows])
         images.append(policy.decode(rollout.tokens))
     return torch.cat(images)

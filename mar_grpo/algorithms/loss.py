@@ -75,8 +75,9 @@ class LossParts:
 
 
 def backward(
-    guided: Guided,
+    live: Guided,
     reference: Guided | None,
+    index: Tensor,
     rollout: Rollout,
     trajectories: Trajectories | None,
     advantage: Tensor,
@@ -88,46 +89,49 @@ def backward(
     """Accumulate the gradient of the loss of one micro-batch in the trunk's parameters.
 
     Args:
-        guided: the policy under the conditions of these B images, with gradient.
-        reference: the start model under the same, without gradient; None where kl is 0.
+        live: the policy under the P prompts of these B images, with gradient.
+        reference: the start model under the same; None where kl is 0.
+        index: prompt of each image, int64 [B].
         advantage: [B].
-        diffusion_steps: transitions to score; deterministic ones are refused.
-        scale: one over the number of (AR step, micro-batch) terms of the whole update.
+        diffusion_steps: transitions to score; each must have a variance.
+        scale: one over the elements that the whole update scores.
 
     Raises:
         UnhealthyError: the trunk does not give the z of the rollout.
     """
     total = LossParts()
+    leaves = live.leaves()
     for step in rollout.steps:
-        z, z_uncond = guided.latents(step.tokens, step.known, step.num_known, step.places)
-        error = (z.detach().float() - step.z.float()).abs().max().item()
-        if not error <= Z_TOLERANCE * max(1.0, step.z.float().abs().max().item()):
+        canvas = (step.tokens, step.known, step.num_known, step.places)
+        latents = leaves.rows(index).latents(*canvas)
+        error = (latents[0].detach() - step.z).abs().max().item()
+        if not error <= Z_TOLERANCE * max(1.0, step.z.abs().max().item()):
             raise UnhealthyError(
                 f"the update's z differs from the rollout's by {error:.2g}",
                 where=f"AR step {step.index}",
                 hint="the policy that is scored is not the one that was sampled",
             )
-        leaves = [part.detach().requires_grad_(True) for part in (z, z_uncond) if part is not None]
-        predict = guided.predictor(leaves[0], leaves[1] if len(leaves) == 2 else None)
-        predict_reference = None
+        given = [z for z in latents if z is not None]
+        cut = [z.detach().requires_grad_(True) for z in given]
+        predict = live.predictor(cut[0], cut[1] if len(cut) == 2 else None)
+        anchor = None
         if reference is not None:
             with torch.no_grad():
-                predict_reference = reference.predictor(
-                    *reference.latents(step.tokens, step.known, step.num_known, step.places)
-                )
-        parts = _score_step(
-            step, predict, predict_reference, rollout, trajectories, advantage, schedule, diffusion_steps, config, scale
+                anchor = reference.predictor(*reference.rows(index).latents(*canvas))
+        total.merge(
+            _score_step(
+                step, predict, anchor, rollout, trajectories, advantage, schedule, diffusion_steps, config, scale
+            )
         )
-        total.merge(parts)
-        outputs = [part for part in (z, z_uncond) if part is not None]
-        torch.autograd.backward(outputs, [leaf.grad for leaf in leaves])
+        torch.autograd.backward(given, [z.grad for z in cut])
+    live.backward_through(leaves)
     return total
 
 
 def _score_step(
     step: RecordedStep,
     predict,
-    predict_reference,
+    anchor,
     rollout: Rollout,
     trajectories: Trajectories | None,
     advantage: Tensor,
@@ -159,13 +163,13 @@ def _score_step(
         ratio = policy_term(after, mean, std)  # [1+S, B, M, C]
         policy = (ratio.sum(-1) * shares * signal).sum()
         loss = -policy
-        if predict_reference is not None:
+        if anchor is not None:
             with torch.no_grad():
-                anchor, _ = schedule.transition(j, state[:1], predict_reference(state[:1], t))
-            kl = gaussian_kl(mean[:1], anchor, std).sum()
+                reference_mean, _ = schedule.transition(j, state[:1], anchor(state[:1], t))
+            kl = gaussian_kl(mean[:1], reference_mean, std).sum()
             loss = loss + config.kl * kl
             parts.kl += kl.item()
-        (loss * (scale / (elements * len(diffusion_steps)))).backward()
+        (loss * scale).backward()
         parts.policy += policy.item()
         parts.elements += elements
     return parts

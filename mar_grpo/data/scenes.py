@@ -23,7 +23,7 @@ CELLS = 4
 BACKGROUND = (214, 226, 236)
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 RELATIONS = ("left of", "right of", "above", "below")
-HELD_OUT_SHARE = 0.25
+HELD_OUT_SHARE = {"scarce": 0.4, "plain pair": 0.25}  # compositions of one entry or with colours are few
 
 Record = dict[str, Any]
 Scene = tuple[tuple[int, int], ...]  # (glyph index, cell 0..3 in row-major order), sorted by cell
@@ -40,7 +40,9 @@ def split_of(record: Record) -> Split:
     """Which side of the split a record's composition is on: a hash of what is asked for, not of the wording."""
     entries = sorted(f"{e.get('color') or '-'} {e['class']} x{e['count']}" for e in record["include"])
     digest = hashlib.sha256("; ".join(entries).encode()).digest()
-    return "held_out" if digest[0] < 256 * HELD_OUT_SHARE else "train"
+    plain_pair = len(entries) == 2 and not any(e.get("color") for e in record["include"])
+    share = HELD_OUT_SHARE["plain pair" if plain_pair else "scarce"]
+    return "held_out" if digest[0] < 256 * share else "train"
 
 
 @functools.cache

@@ -1,0 +1,55 @@
+"""The processes of one run: torchrun's group (gloo on CPU), or a single process without one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Processes:
+    """Rank and world size, and the few collectives training needs."""
+
+    def __init__(self) -> None:
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        if self.world > 1:
+            dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replace every gradient by its sum over the processes, in one message."""
+        if self.world == 1:
+            return
+        flat = torch.cat([p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in parameters])
+        dist.all_reduce(flat)
+        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every process, in the order of ranks."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+
+def checksum(parameters: Sequence[Tensor]) -> float:
+    """A number that two ranks share only if their parameters are equal, float64 sum of |p| and p."""
+    return float(sum(p.detach().double().abs().sum() + p.detach().double().sum() * 0.5 for p in parameters))

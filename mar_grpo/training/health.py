@@ -1,0 +1,49 @@
+"""Whether training may go on: finite numbers, groups that still differ, ranks that agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mar_grpo.errors import UnhealthyError
+
+
+class HealthConfig(BaseModel):
+    """Args:
+    patience: updates in a row without one group whose rewards differ, after which the run stops as collapsed.
+    compare_every: updates between comparisons of the parameters of all ranks.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    patience: int = Field(10, gt=0)
+    compare_every: int = Field(10, gt=0)
+
+
+class Health:
+    """Looks at every update's numbers and stops the run with the reason."""
+
+    def __init__(self, config: HealthConfig) -> None:
+        self.config, self._dead_updates = config, 0
+
+    def check(self, update: int, numbers: Mapping[str, float]) -> None:
+        """Raises UnhealthyError when a number is not finite, or no group has differed for `patience` updates."""
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                hint = "lower optimizer.learning_rate; the last checkpoint is intact"
+                raise UnhealthyError(f"{name} is {value}", where=f"update {update}", hint=hint)
+        self._dead_updates = 0 if numbers["live_groups"] > 0 else self._dead_updates + 1
+        if self._dead_updates >= self.config.patience:
+            raise UnhealthyError(
+                f"no group held two different rewards for {self._dead_updates} updates",
+                where=f"update {update}",
+                hint="the policy has collapsed, or the reward cannot tell its pictures apart",
+            )
+
+    def compare(self, update: int, sums: Sequence[float]) -> None:
+        """Raises UnhealthyError naming the first rank whose parameters differ from rank 0's."""
+        for rank, value in enumerate(sums):
+            if value != sums[0]:
+                raise UnhealthyError(f"the parameters of rank {rank} differ from rank 0's", where=f"update {update}")

@@ -1,0 +1,323 @@
+"""The training loop of MAR-GRPO, to be read from top to bottom.
+
+One update: take prompts, make a group of images of each (recording what the loss reads), score them, turn scores into
+group-relative advantages, accumulate the gradient of the policy term micro-batch by micro-batch, sum it over the
+processes, step. Everything random is drawn from (seed, update, prompt's place, image's place), never from a rank, so the
+number of processes does not change what is made.
+
+Departures from the textbook GRPO: one on-policy update per rollout (the ratio is 1, there is nothing to clip); the head
+is frozen and only the trunk moves; a transition without variance is not scored.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from mar_grpo import __version__
+from mar_grpo.algorithms.advantage import advantages
+from mar_grpo.algorithms.loss import LossParts, backward
+from mar_grpo.algorithms.trajectories import Trajectories, draw_trajectories
+from mar_grpo.data.stream import PromptStream
+from mar_grpo.diffusion.gaussian import Schedule
+from mar_grpo.documents import DocumentRef, PromptSet, TrainingRun, read_document, write_document
+from mar_grpo.errors import MarGrpoError, UnhealthyError
+from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy, publish_checkpoint, save_policy
+from mar_grpo.models.policy import Policy
+from mar_grpo.rewards.mix import RewardMix
+from mar_grpo.rollout import Guided, Rollout, mask_schedule, noise_key, roll_out
+from mar_grpo.store import Store
+from mar_grpo.training.distributed import Processes, checksum
+from mar_grpo.training.health import Health, HealthConfig
+from mar_grpo.training.optimization import make_optimizer, set_rate
+from mar_grpo.training.state import load_state, save_state
+
+if TYPE_CHECKING:
+    from mar_grpo.config import Recipe
+
+
+class TrainingConfig(BaseModel):
+    """How long and how wide.
+
+    Args:
+        prompts_per_update, group_size: a group is one prompt's images; both over all processes.
+        micro_batch: images a process rolls out and scores at once; bounds memory, changes no number but rounding.
+        processes: torchrun processes on this machine; threads: CPU threads each (None: torch decides).
+        save_every: updates between saved states.
+        held_out_every: updates between looks at held-out prompts (for the curves only; nothing is chosen by them),
+            0 for none; held_out_prompts: how many prompts, one image each.
+        max_relaunches: how often the launcher goes on from the last state after an error that may pass.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    updates: int = Field(40, gt=0)
+    prompts_per_update: int = Field(32, gt=0)
+    group_size: int = Field(8, ge=2)
+    micro_batch: int = Field(128, gt=0)
+    processes: int = Field(2, gt=0)
+    threads: int | None = Field(1, gt=0)
+    save_every: int = Field(10, gt=0)
+    held_out_every: int = Field(10, ge=0)
+    held_out_prompts: int = Field(100, gt=0)
+    max_relaunches: int = Field(2, ge=0)
+    health: HealthConfig = HealthConfig()
+
+
+@dataclass
+class MicroBatch:
+    """Images of one process that are rolled out together: B images of P prompts."""
+
+    records: list[dict[str, Any]]  # one a prompt
+    index: Tensor  # int64 [B], prompt of each image
+    keys: list[int]
+    rollout: Rollout
+    trajectories: Trajectories | None
+    rewards: dict[str, np.ndarray]
+
+
+def train(
+    recipe: Recipe,
+    store: Store,
+    prefix: str,
+    *,
+    checkpoint: DocumentRef,
+    prompts: DocumentRef,
+    held_out: Callable[[Policy, Processes], dict[str, float]] | None,
+    work: Path,
+    report: Callable[[dict[str, Any]], None],
+) -> DocumentRef | None:
+    """Run the recipe from the last saved state under `prefix` (or from the start) to its end.
+
+    Args:
+        held_out: called every `held_out_every` updates by all processes; its numbers go into the metrics.
+        work: local folder for files that come from the store.
+        report: called on rank 0 with the metrics of every update.
+
+    Returns:
+        On rank 0, the TrainingRun document `prefix/run.json`. A run that failed leaves such a document too.
+    """
+    config = recipe.training
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    with Processes() as processes:
+        policy = load_policy(fetch_checkpoint(checkpoint, work / f"rank{processes.rank}")).eval().requires_grad_(False)
+        trained = {n: p for n, p in policy.transformer.named_parameters() if _is_trunk(policy, p)}
+        for parameter in trained.values():
+            parameter.requires_grad_(True)
+        reference = _frozen_copy(policy) if recipe.algorithm.kl else None
+        optimizer = make_optimizer(list(trained.values()), recipe.optimizer)
+        prompt_set = read_document(prompts, PromptSet)
+        stream = PromptStream(
+            prompt_set, store, seed=recipe.seed, rank=processes.rank, world=processes.world,
+            cache_bytes=recipe.data.cache_bytes,
+        )  # fmt: skip
+        rewards = RewardMix(recipe.rewards)
+        health = Health(config.health)
+        fingerprint = hashlib.sha256(f"{recipe.digest} {checkpoint.sha256} {prompts.sha256}".encode()).hexdigest()
+        state = load_state(store, prefix, fingerprint=fingerprint, parameters=trained, optimizer=optimizer)
+        metrics: list[dict[str, Any]] = state["metrics"] if state else []
+        update = state["update"] if state else 0
+        began = time.monotonic() - (state["seconds"] if state else 0.0)
+        if state:
+            stream.restore(state["stream"])
+        outcome, failure = "completed", None
+        try:
+            if held_out and config.held_out_every and not metrics:
+                metrics.append({"update": 0, **held_out(policy, processes)})
+            while update < config.updates:
+                started = time.monotonic()
+                numbers = _update(
+                    recipe, policy, reference, trained, optimizer, stream, rewards, health, processes, update
+                )
+                update += 1
+                row: dict[str, Any] = {"update": update, **numbers, "seconds": time.monotonic() - started}
+                if held_out and config.held_out_every and update % config.held_out_every == 0:
+                    row |= held_out(policy, processes)
+                if update % config.health.compare_every == 0 or update == config.updates:
+                    health.compare(update, processes.gather(checksum(list(trained.values()))))
+                metrics.append(row)
+                if processes.first:
+                    report(row)
+                    if update % config.save_every == 0 or update == config.updates:
+                        save_state(
+                            store, prefix, update, fingerprint=fingerprint, parameters=trained, optimizer=optimizer,
+                            stream=stream.state(), metrics=metrics, seconds=time.monotonic() - began,
+                        )  # fmt: skip
+        except MarGrpoError as error:
+            outcome = "unhealthy" if isinstance(error, UnhealthyError) else "failed"
+            failure = {"error": str(error), "exit_code": error.exit_code, "update": update, "rank": processes.rank}
+            if processes.first or isinstance(error, UnhealthyError):
+                _finish(recipe, store, prefix, metrics, outcome, failure, None, update, time.monotonic() - began)
+            raise
+        if not processes.first:
+            return None
+        folder = save_policy(policy, work / "trained")
+        published = publish_checkpoint(
+            folder, store, f"{prefix}/checkpoint", step=update, parent=checkpoint.sha256, recipe_digest=recipe.digest
+        )
+        return _finish(recipe, store, prefix, metrics, outcome, failure, published, update, time.monotonic() - began)
+
+
+def _update(
+    recipe: Recipe,
+    policy: Policy,
+    reference: Policy | None,
+    trained: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    stream: PromptStream,
+    rewards: RewardMix,
+    health: Health,
+    processes: Processes,
+    update: int,
+) -> dict[str, float]:
+    """One update of all processes. Returns its numbers, the same on every rank."""
+    config, algorithm = recipe.training, recipe.algorithm
+    schedule = policy.schedule(recipe.sampling.diffusion_steps, eta=recipe.sampling.noise_level)
+    counts = mask_schedule(policy.num_tokens, recipe.sampling.ar_steps)
+    ar_steps, diffusion_steps = choose_steps(recipe, update, len(counts), schedule)
+
+    # 1. rollout and reward, every image of a prompt on one process
+    samples = stream.take(config.prompts_per_update)
+    records = [sample.record.as_dict() for sample in samples]
+    batches = []
+    prompts_at_once = max(1, config.micro_batch // config.group_size)
+    for start in range(0, len(records), prompts_at_once):
+        some = records[start : start + prompts_at_once]
+        places = [processes.rank + processes.world * (start + i) for i in range(len(some))]
+        keys = [noise_key(recipe.seed, update, place, g) for place in places for g in range(config.group_size)]
+        batches.append(_roll_out(recipe, policy, schedule, some, keys, ar_steps, rewards))
+
+    # 2. advantages, per group and per component
+    names = list(recipe.rewards.components)
+    scores = {name: torch.from_numpy(np.concatenate([batch.rewards[name] for batch in batches])) for name in names}
+    grouped = {name: values.view(-1, config.group_size) for name, values in scores.items()}
+    advantage = advantages(grouped, recipe.rewards.components, algorithm.advantage)
+
+    # 3. gradient, one micro-batch after the other
+    images = config.prompts_per_update * config.group_size
+    tokens_per_image = sum(sum(counts[i:]) if algorithm.scope == "unknown" else counts[i] for i in ar_steps)
+    elements = images * tokens_per_image * policy.token_dim * len(diffusion_steps)
+    optimizer.zero_grad(set_to_none=True)
+    parts = LossParts()
+    for batch, part in zip(batches, advantage.flatten().split([len(b.keys) for b in batches]), strict=True):
+        prompts = [record["prompt"] for record in batch.records]
+        conditioning = policy.encode_prompts(prompts)
+        anchor = None
+        if reference is not None:
+            with torch.no_grad():
+                anchor = Guided.of(reference, conditioning, recipe.sampling)
+        live = Guided.of(policy, conditioning, recipe.sampling)
+        parts.merge(
+            backward(
+                live, anchor, batch.index, batch.rollout, batch.trajectories, part, schedule, diffusion_steps,
+                algorithm, 1.0 / elements,
+            )
+        )  # fmt: skip
+    parameters = list(trained.values())
+    processes.sum_gradients(parameters)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.optimizer.max_grad_norm).item()
+
+    # 4. numbers of all processes, health, step
+    own = {name: values.tolist() for name, values in grouped.items()}
+    everyone = processes.gather((own, vars(parts)))
+    merged = LossParts()
+    for _, sums in everyone:
+        merged.merge(LossParts(**sums))
+    numbers = {"gradient_norm": norm, **merged.means()}
+    live_groups = np.zeros(config.prompts_per_update, dtype=bool)
+    for name in names:
+        table = np.array([group for rank_scores, _ in everyone for group in rank_scores[name]])
+        numbers[f"reward/{name}"] = float(table.mean())
+        numbers[f"reward_std/{name}"] = float(table.std(axis=1, ddof=1).mean())
+        live_groups |= table.max(axis=1) > table.min(axis=1)
+    numbers["live_groups"] = float(live_groups.mean())
+    health.check(update + 1, numbers)
+    numbers["learning_rate"] = set_rate(optimizer, update, recipe.optimizer)
+    optimizer.step()
+    return numbers
+
+
+def choose_steps(recipe: Recipe, update: int, num_ar_steps: int, schedule: Schedule) -> tuple[list[int], list[int]]:
+    """AR steps and transitions that this update scores, the same on every rank, before anything is rolled out."""
+    rng = np.random.default_rng([recipe.seed, update, 0])
+    stochastic = [j for j in range(schedule.num_steps) if schedule.stochastic(j)]
+    chosen = []
+    for pool, count in (
+        (list(range(num_ar_steps)), recipe.algorithm.scored_ar_steps),
+        (stochastic, recipe.algorithm.scored_diffusion_steps),
+    ):
+        if count is not None and count < len(pool):
+            pool = sorted(rng.choice(pool, size=count, replace=False).tolist())
+        chosen.append(pool)
+    return chosen[0], chosen[1]
+
+
+@torch.no_grad()
+def _roll_out(
+    recipe: Recipe,
+    policy: Policy,
+    schedule: Schedule,
+    records: list[dict[str, Any]],
+    keys: list[int],
+    ar_steps: list[int],
+    rewards: RewardMix,
+) -> MicroBatch:
+    """Images of some prompts and their rewards."""
+    algorithm, group = recipe.algorithm, recipe.training.group_size
+    index = torch.arange(len(records)).repeat_interleave(group)
+    guided = Guided.of(policy, policy.encode_prompts([r["prompt"] for r in records]), recipe.sampling).rows(index)
+    rollout = roll_out(
+        guided, keys, recorded=ar_steps, scope=algorithm.scope, keep_before=algorithm.selection.mode == "delta"
+    )
+    trajectories = None
+    if algorithm.trajectories.count:
+        trajectories = draw_trajectories(guided, rollout, schedule, keys, algorithm.trajectories)
+    images = policy.decode(rollout.tokens)
+    scores = rewards.compute(images, [records[i] for i in index.tolist()])
+    return MicroBatch(records, index, keys, rollout, trajectories, scores)
+
+
+def _is_trunk(policy: Policy, parameter: Tensor) -> bool:
+    return any(parameter is other for other in policy.trunk_parameters())
+
+
+def _frozen_copy(policy: Policy) -> Policy:
+    """The start model: its own transformer, the other parts shared."""
+    transformer = copy.deepcopy(policy.transformer).requires_grad_(False)
+    return Policy(transformer, policy.vae, policy.text, policy.scheduler_config)
+
+
+def _finish(
+    recipe: Recipe,
+    store: Store,
+    prefix: str,
+    metrics: list[dict[str, Any]],
+    outcome: Any,
+    failure: dict[str, Any] | None,
+    checkpoint: DocumentRef | None,
+    updates: int,
+    seconds: float,
+) -> DocumentRef:
+    """Write metrics.jsonl, then the TrainingRun that points to it."""
+    lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in metrics)
+    entry = store.write_bytes(f"{prefix}/metrics.jsonl", lines.encode())
+    timed = [row["seconds"] for row in metrics if "seconds" in row]
+    run = TrainingRun(
+        recipe=recipe.model_dump(mode="json"), recipe_digest=recipe.digest, code_version=__version__,
+        state_uri=store.uri(f"{prefix}/state"), metrics_uri=entry.uri, checkpoint=checkpoint, outcome=outcome,
+        failure=failure, steps=updates, seconds=seconds,
+        seconds_per_step=float(np.median(timed)) if timed else None,
+    )  # fmt: skip
+    return write_document(store, f"{prefix}/run.json", run)
