@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-WIDTH, HEIGHT = 360, 220
-LEFT, RIGHT, TOP, BOTTOM = 44, 10, 10, 38
+WIDTH, HEIGHT = 360, 236
+LEFT, RIGHT, TOP, BOTTOM = 44, 10, 28, 38
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def line_chart(chart: Chart) -> str:
     xs = [x for series in chart.series for x, _ in series.points]
     bars = [(y, e) for series in chart.series for (_, y), e in zip(series.points, series.half_bars, strict=True)]
     y_ticks = nice_ticks(min(y - e for y, e in bars), max(y + e for y, e in bars))
-    x_low, x_high = min(xs), max(xs)
+    x_low, x_high = min(0.0, *xs), max(xs)
     if x_high == x_low:
-        x_low, x_high = x_low - 1, x_high + 1
+        x_high = x_low + 1
     x_ticks = [x for x in nice_ticks(x_low, x_high) if x_low <= x <= x_high]
 
     def right(x: float) -> float:
@@ -94,7 +94,7 @@ def line_chart(chart: Chart) -> str:
     def down(y: float) -> float:
         return HEIGHT - BOTTOM - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM)
 
-    parts = []
+    parts = [f'<text class="label" x="0" y="12">{escape(chart.y_label)}</text>']
     for y in y_ticks:
         parts.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down(y):.1f}" y2="{down(y):.1f}"/>')
         text = tick_text(y, chart.percent)

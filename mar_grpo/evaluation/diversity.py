@@ -1,4 +1,4 @@
-"""What pictures are like apart from being right: how they differ within a prompt, and whether they are still pictures."""
+"""What pictures are like apart from being right: how they differ within a prompt, and whether they are degenerate."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mar_grpo.documents import GateDecision, GateRule, ScoreRow
 from mar_grpo.errors import InputError
-from mar_grpo.evaluation.statistics import paired_difference, paired_ratio
+from mar_grpo.evaluation.statistics import Estimate, paired_difference, paired_ratio
+from mar_grpo.evaluation.words import percent, tag_order
 
 DIVERSITY = "picture/diversity"
 RANGE = (0.01, 0.99)
@@ -109,7 +110,7 @@ def _rules(pairs: list[tuple[ScoreRow, ScoreRow]], config: GateConfig) -> Iterat
         passed=distinct >= config.min_prompts,
         measured=distinct,
         threshold=config.min_prompts,
-        detail=f"{distinct} prompts, {len(pairs)} images a side",
+        detail=f"{distinct} prompts, {len(pairs)} images of each checkpoint",
     )
     was, now = _numbers(first, config.score), _numbers(second, config.score)
     change = paired_difference(was, now, prompts)
@@ -119,9 +120,9 @@ def _rules(pairs: list[tuple[ScoreRow, ScoreRow]], config: GateConfig) -> Iterat
         passed=change.above(0, config.standard_errors),
         measured=change.mean,
         threshold=config.standard_errors * error if error is not None else None,
-        detail=f"{was.mean():.4f} to {now.mean():.4f}, change {_with_error(change.mean, error)}",
+        detail=_moved(was, now, change),
     )
-    for tag in sorted({row.tag for row in first}):
+    for tag in sorted({row.tag for row in first}, key=tag_order):
         rows = [i for i, row in enumerate(first) if row.tag == tag]
         change = paired_difference(was[rows], now[rows], [prompts[i] for i in rows])
         yield GateRule(
@@ -129,8 +130,7 @@ def _rules(pairs: list[tuple[ScoreRow, ScoreRow]], config: GateConfig) -> Iterat
             passed=not change.below(0, config.standard_errors),
             measured=change.mean,
             threshold=0.0 - config.standard_errors * (change.standard_error or 0.0),
-            detail=f"{was[rows].mean():.4f} to {now[rows].mean():.4f}, n {change.n}, "
-            f"change {_with_error(change.mean, change.standard_error)}",
+            detail=_moved(was[rows], now[rows], change),
         )
     yield _diversity(first, second, config)
     yield _degenerate(first, second, config)
@@ -153,12 +153,13 @@ def _diversity(first: list[ScoreRow], second: list[ScoreRow], config: GateConfig
     if ratio is None:
         detail = "the incumbent's pictures of a prompt are all alike, so there is nothing to keep"
         return GateRule(name=name, passed=True, measured=None, threshold=least, detail=detail)
+    error = "unknown" if ratio.standard_error is None else percent(ratio.standard_error)
     return GateRule(
         name=name,
         passed=ratio.mean >= least,
         measured=ratio.mean,
         threshold=least,
-        detail=f"{was.mean():.4f} to {now.mean():.4f}, ratio {_with_error(ratio.mean, ratio.standard_error)}",
+        detail=f"mean distance {was.mean():.4f} to {now.mean():.4f}, standard error of the ratio {error}",
     )
 
 
@@ -174,7 +175,7 @@ def _degenerate(first: list[ScoreRow], second: list[ScoreRow], config: GateConfi
         passed=shares[1] <= limit,
         measured=shares[1],
         threshold=limit,
-        detail=f"share of flat or saturated pictures, {shares[0]:.4f} to {shares[1]:.4f}",
+        detail=f"flat or saturated pictures, {percent(shares[0])} to {percent(shares[1])}",
     )
 
 
@@ -187,9 +188,10 @@ def _ordinary(name: str, first: list[ScoreRow], second: list[ScoreRow], config: 
         passed=outside <= config.max_unusual_share,
         measured=outside,
         threshold=config.max_unusual_share,
-        detail=f"share of pictures outside {low:.4f} to {high:.4f}, the middle 98 % of the incumbent's",
+        detail=f"pictures outside {low:.3f} to {high:.3f}, where 98 % of those before lie",
     )
 
 
-def _with_error(mean: float, error: float | None) -> str:
-    return f"{mean:.4f} (SE {'unknown' if error is None else f'{error:.4f}'})"
+def _moved(was: np.ndarray, now: np.ndarray, change: Estimate) -> str:
+    error = "unknown" if change.standard_error is None else f"{100 * change.standard_error:.1f} points"
+    return f"{percent(was.mean())} to {percent(now.mean())} of {change.n} images, standard error of the change {error}"

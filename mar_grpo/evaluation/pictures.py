@@ -9,27 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mar_grpo.errors import InputError
-
 
 def png_bytes(image: NDArray[np.uint8]) -> bytes:
     """uint8 [H, W, 3] -> PNG; the same picture always gives the same bytes."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, format="PNG", optimize=True)
     return buffer.getvalue()
-
-
-def read_png(data: bytes, where: str) -> NDArray[np.uint8]:
-    """PNG -> uint8 [H, W, 3].
-
-    Raises:
-        InputError: the bytes are no complete picture; names `where`.
-    """
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError) as error:  # PIL reports a broken PNG as a SyntaxError
-        raise InputError(f"cannot read a picture: {error}", where=where) from error
 
 
 def data_uri(image: NDArray[np.uint8], largest: int = 256) -> str:
