@@ -24,8 +24,8 @@ def table(right: Any, **pictures: Any) -> list[ScoreRow]:
     verdicts = np.asarray(right, dtype=float)
     rows = []
     for prompt, sample in np.ndindex(verdicts.shape):
-        noise = FIXED[prompt * verdicts.shape[1] + sample]
-        numbers = {
+        noise = FIXED[prompt * verdicts.shape[1] + sample].tolist()
+        numbers: dict[str, float] = {
             "picture/diversity": 0.1 + 0.05 * noise[0],
             "picture/deviation": 0.1 + 0.1 * noise[1],
             "picture/saturated_share": 0.05,
@@ -41,7 +41,7 @@ def table(right: Any, **pictures: Any) -> list[ScoreRow]:
                 sample=sample,
                 seed=1000 * prompt + sample,
                 image_sha256="0" * 64,
-                scores={"templates/strict": verdicts[prompt, sample], "heatmap/graded": 1.0, **numbers},
+                scores={"templates/strict": float(verdicts[prompt, sample]), "heatmap/graded": 1.0, **numbers},
             )
         )
     return rows

@@ -274,11 +274,11 @@ def test_tick_texts(value: float, in_percent: bool, text: str) -> None:
 def test_places_in_a_chart_are_those_of_the_numbers() -> None:
     series = Series("accuracy", ((0, 0.2), (10, 0.6)), "first", (0.0, 0.1))
     svg = line_chart(Chart("Title", "note", "update", "share <of> all", (series,), percent=True))
-    dots = [tuple(map(float, found)) for found in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg)]
+    dots = [list(map(float, found)) for found in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg)]
     labels = dict(re.findall(r'y="([\d.]+)" text-anchor="end">([^<]+)<', svg))
     heights = {text: float(y) - 3.5 for y, text in labels.items()}
-    assert dots[0] == (44, pytest.approx(heights["20\u202f%"], abs=0.1))
-    assert dots[1] == (350, pytest.approx(heights["60\u202f%"], abs=0.1))
+    assert dots[0] == pytest.approx([44, heights["20\u202f%"]], abs=0.1)
+    assert dots[1] == pytest.approx([350, heights["60\u202f%"]], abs=0.1)
     assert svg.count('class="error first"') == 1
     assert "share &lt;of&gt; all" in svg
 

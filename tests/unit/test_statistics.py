@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_ratio_to_nothing_is_absent() -> None:
 
 
 @given(TABLES, st.randoms(use_true_random=False))
-def test_shuffling_rows_changes_no_bit(table: list[tuple[str, float]], random) -> None:
+def test_shuffling_rows_changes_no_bit(table: list[tuple[str, float]], random: Random) -> None:
     shuffled = list(table)
     random.shuffle(shuffled)
     assert clustered_mean([v for _, v in table], [c for c, _ in table]) == clustered_mean(
