@@ -309,7 +309,7 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str, str]]:
         ("Training", f"{run.steps} updates in {duration(run.seconds)}{pace}; {run.outcome}", ""),
         ("Evaluation", f"{len(inputs.before_rows)} pictures of {prompts} prompts, each before and after", ""),
         ("Metrics", run.metrics_uri, ""),
-        *((label, uri, "") for label, uri in places.items()),
+        *((label[:1].upper() + label[1:], uri, "") for label, uri in places.items()),
     ]
 
 
