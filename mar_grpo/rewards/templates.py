@@ -1,10 +1,10 @@
 """The held-out judge `templates`: finds objects by matching the vendored art itself. It has no learned weights.
 
 Picture and art are compared after the same low-pass, so that the slight blur of an autoencoder costs little. At every
-place of the canvas the squared difference to every glyph on the plain background is computed (by Fourier transform). The
-best places are objects if their difference is small and if no other glyph explains them nearly as well (a blend of two
-does not pass). Then the scene that was found is drawn, and whatever the picture holds beyond it (half objects, ghosts,
-blobs, holes) is reported as malformed.
+place of the canvas the squared difference to every glyph on the plain background is computed (by Fourier transform).
+The best places are objects if their difference is small and if no other glyph explains them nearly as well (a blend of
+two does not pass). Then the scene that was found is drawn, and whatever the picture holds beyond it (half objects,
+ghosts, blobs, holes) is reported as malformed.
 
 Only evaluation and the promotion gate use this judge; a recipe that trains on it is refused (mix.py).
 """
@@ -56,15 +56,23 @@ class TemplateJudge:
 
     def strict(self, images: np.ndarray | torch.Tensor, records: Sequence[Record]) -> np.ndarray:
         """Whether each picture holds exactly what its record asks for (geneval.strict_exact), bool [B]."""
-        geneval.check_records(records, GLYPHS, NAME)
-        pairs = zip(records, self.detect(images), strict=True)
-        return np.array([geneval.strict_exact(record, found) for record, found in pairs], dtype=bool)
+        return self.scores(images, records)["strict"] > 0
 
     def graded(self, images: np.ndarray | torch.Tensor, records: Sequence[Record]) -> np.ndarray:
         """How much of what is asked for is there (geneval.graded), float32 [B] in [0, 1]."""
+        return self.scores(images, records)["graded"]
+
+    def scores(self, images: np.ndarray | torch.Tensor, records: Sequence[Record]) -> dict[str, np.ndarray]:
+        """Both from one look at the pictures, each float32 [B] in [0, 1].
+
+        Raises:
+            InputError: a record asks for an object this judge does not know.
+        """
         geneval.check_records(records, GLYPHS, NAME)
-        pairs = zip(records, self.detect(images), strict=True)
-        return np.array([geneval.graded(record, found) for record, found in pairs], dtype=np.float32)
+        pairs = list(zip(records, self.detect(images), strict=True))
+        strict = [geneval.strict_exact(record, found) for record, found in pairs]
+        graded = [geneval.graded(record, found) for record, found in pairs]
+        return {"strict": np.array(strict, dtype=np.float32), "graded": np.array(graded, dtype=np.float32)}
 
 
 @torch.inference_mode()
