@@ -197,7 +197,7 @@ def _update(
         some = records[start : start + prompts_at_once]
         places = [processes.rank + processes.world * (start + i) for i in range(len(some))]
         keys = [noise_key(recipe.seed, update, place, g) for place in places for g in range(config.group_size)]
-        batches.append(_roll_out(recipe, policy, schedule, some, keys, ar_steps, rewards))
+        batches.append(roll_out_batch(recipe, policy, schedule, some, keys, ar_steps, rewards))
 
     # 2. advantages, per group and per component
     names = list(recipe.rewards.components)
@@ -265,7 +265,7 @@ def choose_steps(recipe: Recipe, update: int, num_ar_steps: int, schedule: Sched
 
 
 @torch.no_grad()
-def _roll_out(
+def roll_out_batch(
     recipe: Recipe,
     policy: Policy,
     schedule: Schedule,
