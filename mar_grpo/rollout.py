@@ -11,7 +11,7 @@ The head runs on committed tokens only, except where a recorded step also wants 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +26,7 @@ from mar_grpo.errors import InputError
 from mar_grpo.models.policy import Conditioning, Policy
 
 Scope = Literal["committed", "unknown"]
+Predict = Callable[[Tensor, Tensor], Tensor]
 
 
 class SamplingConfig(BaseModel):
@@ -116,7 +117,9 @@ class Guided:
     def backward_through(self, leaves: Guided) -> None:
         """Send the gradient that `leaves` collected on to the parameters behind the condition."""
         pairs = [(self.cond, leaves.cond), (self.uncond, leaves.uncond)]
-        used = [(out, leaf.grad) for out, leaf in pairs if out is not None and leaf is not None and leaf.grad is not None]
+        used = [
+            (out, leaf.grad) for out, leaf in pairs if out is not None and leaf is not None and leaf.grad is not None
+        ]
         torch.autograd.backward([out for out, _ in used], [grad for _, grad in used])
 
     def latents(self, tokens: Tensor, known: Tensor, num_known: int, places: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -127,26 +130,27 @@ class Guided:
         uncond = self.uncond.expand(len(tokens), -1, -1)
         return z, self.policy.ar_latents(tokens, known, uncond, num_known=num_known, wanted=places)
 
-    def predictor(self, z: Tensor, z_uncond: Tensor | None):
+    def head_conditions(self, z: Tensor, z_uncond: Tensor | None) -> list[Tensor]:
+        """What the head needs of z, once for all transitions: [conditional] or [conditional, unconditional]."""
+        return [self.policy.head_condition(part) for part in (z, z_uncond) if part is not None]
+
+    def predictor(self, conditions: Sequence[Tensor]) -> Predict:
         """A function (x_t [..., B, M, C], t) -> guided prediction, float32; guidance is here and nowhere else."""
         policy, sampling = self.policy, self.sampling
-        condition = policy.head_condition(z)
-        if z_uncond is None:
-            return lambda x_t, t: policy.head_conditioned(x_t, t, condition)
-        without = policy.head_condition(z_uncond)
+        if len(conditions) == 1:
+            return lambda x_t, t: policy.head_conditioned(x_t, t, conditions[0])
 
         def guided(x_t: Tensor, t: Tensor) -> Tensor:
-            cond = policy.head_conditioned(x_t, t, condition)
-            uncond = policy.head_conditioned(x_t, t, without)
+            cond, uncond = (policy.head_conditioned(x_t, t, condition) for condition in conditions)
             if sampling.guidance_renorm >= 1.0:
                 return guide(cond, uncond, sampling.guidance_scale)
             flat = [part.reshape(-1, *part.shape[-2:]) for part in (cond, uncond)]
-            return guide(*flat, sampling.guidance_scale, sampling.guidance_renorm).view_as(cond)
+            return guide(flat[0], flat[1], sampling.guidance_scale, sampling.guidance_renorm).view_as(cond)
 
         return guided
 
 
-def denoise(predict, schedule: Schedule, start: Tensor, step_noise: Tensor) -> Tensor:
+def denoise(predict: Predict, schedule: Schedule, start: Tensor, step_noise: Tensor) -> Tensor:
     """All states of T transitions.
 
     Args:
@@ -206,12 +210,10 @@ def roll_out(
         z, z_uncond = guided.latents(tokens, known, num_known, places)
         chosen = noise if not wide else _with_hypothetical(noise, order, num_known + count, keys, index)
         start, *step_noise = _at(chosen, places)
-        path = denoise(guided.predictor(z, z_uncond), schedule, start, torch.stack(step_noise))
+        path = denoise(guided.predictor(guided.head_conditions(z, z_uncond)), schedule, start, torch.stack(step_noise))
         if index in recorded:
             earlier = None if before is None or not wide else _at(before[None], places)[0]
-            steps.append(
-                RecordedStep(index, tokens.clone(), known.clone(), num_known, places, count, path, z, earlier)
-            )
+            steps.append(RecordedStep(index, tokens.clone(), known.clone(), num_known, places, count, path, z, earlier))
         committed = places[:, :count, None]
         tokens.scatter_(1, committed.expand(-1, -1, channels), path[-1][:, :count])
         known.scatter_(1, committed[..., 0], True)

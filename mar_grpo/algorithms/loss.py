@@ -2,8 +2,7 @@
 
 For each recorded AR step the trunk is run again on the canvas of that step. Its output z must equal the rollout's (this is
 asserted: a mismatch means that another policy is scored than was sampled). The frozen head is evaluated on the recorded
-states, guided as in the rollout, and the gradient with respect to z is accumulated over transitions and trajectories in
-chunks; then it goes through the trunk once. Memory therefore does not grow with the number of transitions.
+states, guided as in the rollout, and the gradient with respect to its condition is accumulated over transitions; then it goes through the trunk once. Memory therefore does not grow with the number of transitions.
 
 Corrected against the released code: guided mean in scoring as in sampling; transitions without variance are not scored;
 Gaussian KL; averages instead of sums over AR steps; whole tokens instead of latent pixels; selection without MTE.
@@ -111,19 +110,19 @@ def backward(
                 where=f"AR step {step.index}",
                 hint="the policy that is scored is not the one that was sampled",
             )
-        given = [z for z in latents if z is not None]
-        cut = [z.detach().requires_grad_(True) for z in given]
-        predict = live.predictor(cut[0], cut[1] if len(cut) == 2 else None)
+        conditions = live.head_conditions(*latents)
+        cut = [condition.detach().requires_grad_(True) for condition in conditions]
+        predict = live.predictor(cut)
         anchor = None
         if reference is not None:
             with torch.no_grad():
-                anchor = reference.predictor(*reference.rows(index).latents(*canvas))
+                anchor = reference.predictor(reference.head_conditions(*reference.rows(index).latents(*canvas)))
         total.merge(
             _score_step(
                 step, predict, anchor, rollout, trajectories, advantage, schedule, diffusion_steps, config, scale
             )
         )
-        torch.autograd.backward(given, [z.grad for z in cut])
+        torch.autograd.backward(conditions, [part.grad for part in cut])
     live.backward_through(leaves)
     return total
 

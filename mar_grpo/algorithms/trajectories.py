@@ -54,7 +54,7 @@ def draw_trajectories(
     for row, key in enumerate(keys):
         generator = torch.Generator().manual_seed(noise_key(key, 2))
         noise[:, :, row] = torch.randn(config.count, states, length, channels, generator=generator)
-    predict = guided.predictor(rollout.z, rollout.z_unconditional)
+    predict = guided.predictor(guided.head_conditions(rollout.z, rollout.z_unconditional))
     path = denoise(predict, schedule, noise[:, 0], noise[:, 1:].transpose(0, 1))
     spread = uncertainty(path[-1])
     return Trajectories(path.transpose(0, 1), spread, most_uncertain(spread, config.share))
