@@ -7,7 +7,6 @@ It takes free ports, listens on 127.0.0.1 only, sends no telemetry, and ends wit
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -39,8 +38,7 @@ def serve(folder: Path, *, bucket: str = BUCKET, timeout_seconds: float = 60.0) 
     Errors: RetryableError when another process serves the same folder or the server does not start in time;
     InputError when `weed` is not installed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder), _environment(_credentials(folder)):
+    with processes.locked(folder), _environment(_credentials(folder)):
         deadline = time.monotonic() + timeout_seconds
         while True:
             _remove_sockets(folder)  # of a server that was killed
@@ -102,24 +100,6 @@ def _make_bucket(server: subprocess.Popen[bytes], folder: Path, bucket: str, dea
                 raise _not_ready(folder) from error
             time.sleep(0.2)
     return None
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with open(folder / "lock", "a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.seek(0)
-            raise RetryableError(
-                f"another run (process {lock.read().strip() or 'unknown'}) uses this object store",
-                where=str(folder),
-                hint="wait until it has ended, or work in another folder or on another store (--store)",
-            ) from error
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
 
 
 @contextlib.contextmanager

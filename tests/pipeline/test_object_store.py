@@ -48,7 +48,7 @@ def test_server_keeps_data_and_keys_and_leaves_nothing_running(tmp_path: Path) -
         assert store.uri() == "s3://mar-grpo"
         store.write_bytes("a/b", b"kept")
         assert servers_on(tmp_path)
-        beside = pytest.raises(RetryableError, match=f"another run .process {os.getpid()}. uses this object store")
+        beside = pytest.raises(RetryableError, match=f"another run .process {os.getpid()}. uses this folder")
         with beside, serve(tmp_path):
             raise AssertionError("two servers on one folder")
         os.environ["AWS_SECRET_ACCESS_KEY"] = "wrong"

@@ -1,0 +1,5 @@
+"""`python -m mar_grpo` is `mar-grpo`."""
+
+from mar_grpo.cli import main
+
+main()

@@ -1,0 +1,233 @@
+"""The command line: parse, call one function, print. Errors are one line on stderr and the documented exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from mar_grpo.errors import InputError, MarGrpoError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Reinforcement-learning fine-tuning of autoregressive-plus-diffusion image generators. "
+    "Exit codes: 2 wrong input or recipe, 3 unhealthy training, 75 try again, 130 interrupted.",
+)
+recipe_app = typer.Typer(no_args_is_help=True, help="Recipes that ship with the package, and what they resolve to.")
+app.add_typer(recipe_app, name="recipe")
+
+RecipeOption = Annotated[str, typer.Option("--recipe", help="Name, path or URI of a recipe.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override, key.sub=value; may be repeated.")]
+CheckpointOption = Annotated[str, typer.Option(help="package://NAME, path or URI of a folder or Checkpoint document.")]
+WorkOption = Annotated[Path, typer.Option(help="Local folder for the store, runs, caches and logs.")]
+
+
+@app.command()
+def run(
+    recipe: RecipeOption = "emoji",
+    set_: SetOption = None,
+    store: Annotated[
+        str | None,
+        typer.Option(help="Your own store, s3://BUCKET[/PREFIX] or file:///FOLDER; else one is started here."),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run of this recipe left.")] = False,
+    work: WorkOption = Path(".mar-grpo"),
+) -> None:
+    """Run the whole pipeline here. The same command goes on where an interrupted run stopped."""
+    from mar_grpo.config import load_recipe
+    from mar_grpo.launch import processes
+    from mar_grpo.launch.object_store import serve
+    from mar_grpo.launch.pipeline import run_pipeline
+    from mar_grpo.progress import View
+    from mar_grpo.steps import locate_run
+    from mar_grpo.summary import collect
+
+    text, work = load_recipe(recipe, set_ or []).model_dump_json(), work.resolve()
+    options = "".join(f" --set {override}" for override in set_ or [])
+    command = f"mar-grpo run --recipe {recipe}{options}" + (f" --store {store}" if store else "")
+    with _interruptible(), processes.locked(work), contextlib.ExitStack() as stack:
+        own = store is None
+        uri = stack.enter_context(serve(work / "store")).uri() if store is None else store
+        parameters = {"recipe": text, "store": uri, "fresh": fresh, "command": command}
+        with View() as view:
+            run_pipeline(parameters, work=work, show=view.show)
+        print(collect(locate_run(text, uri)[0], work, with_checkpoint=own))
+
+
+@app.command()
+def train(
+    run: Annotated[str, typer.Option(help="URI of the run, STORE/runs/NAME.")],
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint document, URI#SHA256.")],
+    prompts: Annotated[str, typer.Option(help="Training prompt set, URI#SHA256.")],
+    evaluation: Annotated[str, typer.Option(help="Held-out prompt set, URI#SHA256.")],
+    folder: Annotated[Path, typer.Option(help="Local folder for files that come from the store.")],
+) -> None:
+    """One training process; torchrun starts as many as the recipe says. Goes on from the last saved state."""
+    from mar_grpo.launch.worker import work
+    from mar_grpo.runs import Run
+    from mar_grpo.steps import recipe_of
+
+    opened = Run.open(run)
+    work(
+        recipe_of(opened),
+        opened.store,
+        f"{opened.prefix}/training",
+        checkpoint=_reference(checkpoint),
+        prompts=_reference(prompts),
+        evaluation=_reference(evaluation),
+        folder=folder,
+    )
+
+
+@app.command()
+def sft(
+    recipe: RecipeOption,
+    out: Annotated[Path, typer.Option(help="Folder of the new checkpoint (published layout).")],
+    set_: SetOption = None,
+    work: Annotated[Path, typer.Option(help="Local folder for state and shards; resumes from it.")] = Path(
+        ".mar-grpo/sft"
+    ),
+) -> None:
+    """Supervised fine-tuning of a NOVA-family checkpoint on captioned pictures."""
+    from mar_grpo.config import parse, read_mapping
+    from mar_grpo.progress import View
+    from mar_grpo.training.sft_run import SftRecipe, run_sft
+
+    loaded = parse(SftRecipe, *read_mapping(recipe, set_ or []))
+    with _interruptible(), View() as view:
+        run_sft(
+            loaded,
+            out,
+            work / loaded.name,
+            lambda row: view.show(
+                {"event": "progress", "step": "sft", "done": row["update"], "total": loaded.sft.updates}
+                | {name: value for name, value in row.items() if name != "update"}
+            ),
+        )
+    print(out)
+
+
+@app.command()
+def evaluate(
+    checkpoint: CheckpointOption = "package://emoji-nova",
+    recipe: RecipeOption = "emoji",
+    set_: SetOption = None,
+    work: WorkOption = Path(".mar-grpo"),
+) -> None:
+    """Draw the recipe's held-out prompts and print each judge's accuracy per tag with n and standard error."""
+    from mar_grpo.summary import evaluation_table
+
+    with _interruptible():
+        print(evaluation_table(checkpoint, recipe, set_ or [], work))
+
+
+@app.command()
+def sample(
+    prompt: Annotated[list[str], typer.Argument(help="One or more prompts; a row of pictures for each.")],
+    out: Annotated[Path, typer.Option(help="PNG file.")],
+    checkpoint: CheckpointOption = "package://emoji-nova",
+    recipe: RecipeOption = "emoji",
+    set_: SetOption = None,
+    count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 8,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    work: WorkOption = Path(".mar-grpo"),
+) -> None:
+    """Draw prompts of your own as the recipe's evaluation would."""
+    from mar_grpo.summary import draw
+
+    with _interruptible():
+        print(draw(prompt, out, checkpoint, recipe, set_ or [], count, seed, work))
+
+
+@app.command()
+def prompts(
+    store: Annotated[str, typer.Option(help="Where to write, s3://BUCKET[/PREFIX] or file:///FOLDER.")],
+    recipe: RecipeOption = "emoji",
+    set_: SetOption = None,
+    prefix: Annotated[str, typer.Option(help="Folder in the store.")] = "prompts",
+) -> None:
+    """Write a recipe's training and held-out prompts as WebDataset shards with their documents."""
+    from mar_grpo.config import load_recipe
+    from mar_grpo.data.build import build_prompt_set
+    from mar_grpo.documents import write_document
+    from mar_grpo.store import Store
+
+    config, place = load_recipe(recipe, set_ or []).data, Store(store)
+    if place.scheme == "file":
+        place.make_root()
+    train_set = build_prompt_set(place, f"{prefix}/train", config, "train")
+    held_out = build_prompt_set(place, f"{prefix}/evaluation", config, "evaluation")
+    for name, made in (("train", train_set), ("evaluation", held_out)):
+        reference = write_document(place, f"{prefix}/{name}.json", made)
+        print(f"{made.samples:6d} samples  {reference.uri}#{reference.sha256}")
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Option(help="URI of a finished run, STORE/runs/NAME.")],
+    out: Annotated[Path, typer.Option(help="HTML file.")],
+) -> None:
+    """Write the page of a finished run anew."""
+    from mar_grpo.runs import Run
+    from mar_grpo.summary import rebuild_report
+
+    print(rebuild_report(Run.open(run), out))
+
+
+@recipe_app.command("list")
+def recipe_list() -> None:
+    """Names of the recipes that ship with the package."""
+    from mar_grpo.config import recipe_names
+
+    print("\n".join(recipe_names()))
+
+
+@recipe_app.command("show")
+def recipe_show(recipe: Annotated[str, typer.Argument(help="Name, path or URI.")], set_: SetOption = None) -> None:
+    """A recipe with every default filled in, as YAML."""
+    import yaml
+
+    from mar_grpo.config import load_recipe
+
+    print(yaml.safe_dump(load_recipe(recipe, set_ or []).model_dump(mode="json"), sort_keys=False), end="")
+
+
+def _reference(text: str):  # type: ignore[no-untyped-def]
+    from mar_grpo.documents import DocumentRef
+
+    uri, found, digest = text.rpartition("#")
+    if not found:
+        raise InputError("a reference has the form URI#SHA256", where=text)
+    return DocumentRef(uri=uri, sha256=digest)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP unwind the stack, so that children and servers end; exit codes 130, 143 and 129."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def main() -> None:
+    """Entry point of `mar-grpo`."""
+    try:
+        app()
+    except MarGrpoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None

@@ -1,0 +1,1 @@
+"""KFP pipelines of MAR-GRPO; `mar_grpo.pipelines` when installed."""
