@@ -28,10 +28,13 @@ BLUR_PX = 1.0  # standard deviation of the low-pass
 MARGIN_PX = 1  # the compared window is the glyph with this much plain background around it
 WINDOW_PX = GLYPH_PX + 2 * MARGIN_PX
 MAX_DIFFERENCE = 0.15  # squared difference over the glyph's energy; the two most alike glyphs are 0.2 apart
-MAX_RATIO = 0.35  # difference to the best glyph over that to the second best; 1 for an even blend
+MAX_RATIO = 0.45  # difference to the best glyph over that to the second best; 1 for an even blend
 NEARBY_PX = 2  # how far from the best place the second best glyph is looked for
 SUPPRESSION_PX = 16  # objects are at least this far apart along one axis
-MAX_RESIDUAL = 20.0  # grey levels, root mean square over RESIDUAL_PX x RESIDUAL_PX x RGB, that may stay unexplained
+MAX_INSIDE = (
+    25.0  # grey levels, root mean square over RESIDUAL_PX x RESIDUAL_PX x RGB, an object may differ from its art
+)
+MAX_OUTSIDE = 15.0  # the same for the plain background
 RESIDUAL_PX = 8
 MAX_FOUND = 6
 CHUNK = 64  # images at once: bounds memory, about 2 MB an image
@@ -82,13 +85,17 @@ def _detect(images: torch.Tensor) -> list[list[Detection]]:
     found = _objects(relative, squared)
     unexplained = picture - _draw(found)
     error = F.avg_pool2d(unexplained.square().mean(dim=1, keepdim=True), RESIDUAL_PX, stride=1)[:, 0].sqrt()
-    for row, objects in zip(_peaks(error, MAX_RESIDUAL, 1), found, strict=True):
+    allowed = torch.full_like(error, MAX_OUTSIDE)
+    half = RESIDUAL_PX // 2
+    for limit, objects in zip(allowed, found, strict=True):
+        for x0, y0, x1, y1 in (thing.box for thing in objects):
+            rows, columns = (slice(max(int(low) - half, 0), int(high) - half) for low, high in ((y0, y1), (x0, x1)))
+            limit[rows, columns] = MAX_INSIDE
+    for row, objects in zip(_peaks(error / allowed, 1.0, MAX_FOUND), found, strict=True):
         for _, y, x in row:
-            centre_y, centre_x = y + RESIDUAL_PX / 2, x + RESIDUAL_PX / 2
-            half = GLYPH_PX / 2
-            objects.append(
-                Detection(MALFORMED, (centre_x - half, centre_y - half, centre_x + half, centre_y + half), 1.0)
-            )
+            corner_x, corner_y = x + half - GLYPH_PX / 2, y + half - GLYPH_PX / 2
+            box = (corner_x, corner_y, corner_x + GLYPH_PX, corner_y + GLYPH_PX)
+            objects.append(Detection(MALFORMED, box, 1.0))
     return found
 
 
