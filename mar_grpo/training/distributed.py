@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from mar_grpo.errors import MarGrpoError
 
 
 class Processes:
@@ -48,6 +51,24 @@ class Processes:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value)
         return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work of each process by itself: if it fails in one of them, every process raises the first one's error.
+
+        Without this the others would wait for the failed one until the connection breaks, and report that. The block
+        must not talk to other processes.
+        """
+        mine: MarGrpoError | None = None
+        try:
+            yield
+        except MarGrpoError as error:
+            if self.world == 1:
+                raise
+            mine = error
+        said = self.gather(mine and (type(mine), mine.what, mine.where, mine.hint))
+        for rank, (kind, what, where, hint) in [(rank, error) for rank, error in enumerate(said) if error]:
+            raise kind(what, where=f"{where}, rank {rank}" if where else f"rank {rank}", hint=hint) from mine
 
 
 def checksum(parameters: Sequence[Tensor]) -> float:

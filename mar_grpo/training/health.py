@@ -25,8 +25,11 @@ class HealthConfig(BaseModel):
 class Health:
     """Looks at every update's numbers and stops the run with the reason."""
 
-    def __init__(self, config: HealthConfig) -> None:
+    def __init__(self, config: HealthConfig, past: Sequence[Mapping[str, float]] = ()) -> None:
+        """`past`: numbers of the updates that were done before the run was resumed."""
         self.config, self._dead_updates = config, 0
+        for numbers in past:
+            self._count(numbers)
 
     def check(self, update: int, numbers: Mapping[str, float]) -> None:
         """Raises UnhealthyError when a number is not finite, or no group has differed for `patience` updates."""
@@ -34,7 +37,7 @@ class Health:
             if not math.isfinite(value):
                 hint = "lower optimizer.learning_rate; the last checkpoint is intact"
                 raise UnhealthyError(f"{name} is {value}", where=f"update {update}", hint=hint)
-        self._dead_updates = 0 if numbers["live_groups"] > 0 else self._dead_updates + 1
+        self._count(numbers)
         if self._dead_updates >= self.config.patience:
             raise UnhealthyError(
                 f"no group held two different rewards for {self._dead_updates} updates",
@@ -43,7 +46,13 @@ class Health:
             )
 
     def compare(self, update: int, sums: Sequence[float]) -> None:
-        """Raises UnhealthyError naming the first rank whose parameters differ from rank 0's."""
+        """Raises UnhealthyError when parameters are not finite, or naming the first rank that differs from rank 0."""
+        if not math.isfinite(sums[0]):
+            hint = "lower optimizer.learning_rate; the last checkpoint is intact"
+            raise UnhealthyError("the parameters are not finite", where=f"update {update}", hint=hint)
         for rank, value in enumerate(sums):
             if value != sums[0]:
                 raise UnhealthyError(f"the parameters of rank {rank} differ from rank 0's", where=f"update {update}")
+
+    def _count(self, numbers: Mapping[str, float]) -> None:
+        self._dead_updates = 0 if numbers["live_groups"] > 0 else self._dead_updates + 1

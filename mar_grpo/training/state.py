@@ -69,7 +69,9 @@ def load_state(
     state = torch.load(io.BytesIO(data), weights_only=True)
     if state["fingerprint"] != fingerprint:
         hint = "give the run another name, or delete its state to start anew"
-        raise InputError("the saved state belongs to another recipe, checkpoint or prompt set", where=target.uri, hint=hint)
+        raise InputError(
+            "the saved state belongs to another recipe, checkpoint or prompt set", where=target.uri, hint=hint
+        )
     saved: dict[str, Tensor] = state["parameters"]
     with torch.no_grad():
         for name, value in parameters.items():

@@ -2,8 +2,8 @@
 
 One update: take prompts, make a group of images of each (recording what the loss reads), score them, turn scores into
 group-relative advantages, accumulate the gradient of the policy term micro-batch by micro-batch, sum it over the
-processes, step. Everything random is drawn from (seed, update, prompt's place, image's place), never from a rank, so the
-number of processes does not change what is made.
+processes, step. Everything random is drawn from (seed, update, prompt's place, image's place), never from a rank, so
+the number of processes does not change what is made.
 
 Departures from the textbook GRPO: one on-policy update per rollout (the ratio is 1, there is nothing to clip); the head
 is frozen and only the trunk moves; a transition without variance is not scored.
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
 
 from mar_grpo import __version__
 from mar_grpo.algorithms.advantage import advantages
@@ -52,7 +52,8 @@ class TrainingConfig(BaseModel):
 
     Args:
         prompts_per_update, group_size: a group is one prompt's images; both over all processes.
-        micro_batch: images a process rolls out and scores at once; bounds memory, changes no number but rounding.
+        micro_batch: images a process rolls out and scores at once, whole groups; bounds memory, changes no number but
+            rounding.
         processes: torchrun processes on this machine; threads: CPU threads each (None: torch decides).
         save_every: updates between saved states.
         held_out_every: updates between looks at held-out prompts (for the curves only; nothing is chosen by them),
@@ -73,6 +74,12 @@ class TrainingConfig(BaseModel):
     held_out_prompts: int = Field(100, gt=0)
     max_relaunches: int = Field(2, ge=0)
     health: HealthConfig = HealthConfig()
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> TrainingConfig:
+        if self.micro_batch < self.group_size:
+            raise ValueError(f"micro_batch {self.micro_batch} cannot hold one group of group_size {self.group_size}")
+        return self
 
 
 @dataclass
@@ -124,11 +131,11 @@ def train(
             cache_bytes=recipe.data.cache_bytes,
         )  # fmt: skip
         rewards = RewardMix(recipe.rewards)
-        health = Health(config.health)
         fingerprint = hashlib.sha256(f"{recipe.digest} {checkpoint.sha256} {prompts.sha256}".encode()).hexdigest()
         state = load_state(store, prefix, fingerprint=fingerprint, parameters=trained, optimizer=optimizer)
         metrics: list[dict[str, Any]] = state["metrics"] if state else []
         update = state["update"] if state else 0
+        health = Health(config.health, [row for row in metrics if row["update"]])
         began = time.monotonic() - (state["seconds"] if state else 0.0)
         if state:
             stream.restore(state["stream"])
@@ -145,12 +152,13 @@ def train(
                 row: dict[str, Any] = {"update": update, **numbers, "seconds": time.monotonic() - started}
                 if held_out and config.held_out_every and update % config.held_out_every == 0:
                     row |= held_out(policy, processes)
-                if update % config.health.compare_every == 0 or update == config.updates:
+                save = update % config.save_every == 0 or update == config.updates
+                if save or update % config.health.compare_every == 0:
                     health.compare(update, processes.gather(checksum(list(trained.values()))))
                 metrics.append(row)
                 if processes.first:
                     report(row)
-                    if update % config.save_every == 0 or update == config.updates:
+                    if save:
                         save_state(
                             store, prefix, update, fingerprint=fingerprint, parameters=trained, optimizer=optimizer,
                             stream=stream.state(), metrics=metrics, seconds=time.monotonic() - began,
@@ -158,7 +166,7 @@ def train(
         except MarGrpoError as error:
             outcome = "unhealthy" if isinstance(error, UnhealthyError) else "failed"
             failure = {"error": str(error), "exit_code": error.exit_code, "update": update, "rank": processes.rank}
-            if processes.first or isinstance(error, UnhealthyError):
+            if processes.first:
                 _finish(recipe, store, prefix, metrics, outcome, failure, None, update, time.monotonic() - began)
             raise
         if not processes.first:
@@ -174,7 +182,7 @@ def _update(
     recipe: Recipe,
     policy: Policy,
     reference: Policy | None,
-    trained: dict[str, Tensor],
+    trained: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     stream: PromptStream,
     rewards: RewardMix,
@@ -189,60 +197,64 @@ def _update(
     ar_steps, diffusion_steps = choose_steps(recipe, update, len(counts), schedule)
 
     # 1. rollout and reward, every image of a prompt on one process
-    samples = stream.take(config.prompts_per_update)
-    records = [sample.record.as_dict() for sample in samples]
     batches = []
-    prompts_at_once = max(1, config.micro_batch // config.group_size)
-    for start in range(0, len(records), prompts_at_once):
-        some = records[start : start + prompts_at_once]
-        places = [processes.rank + processes.world * (start + i) for i in range(len(some))]
-        keys = [noise_key(recipe.seed, update, place, g) for place in places for g in range(config.group_size)]
-        batches.append(roll_out_batch(recipe, policy, schedule, some, keys, ar_steps, rewards))
+    prompts_at_once = config.micro_batch // config.group_size
+    with processes.together():
+        records = [sample.record.as_dict() for sample in stream.take(config.prompts_per_update)]
+        for start in range(0, len(records), prompts_at_once):
+            some = records[start : start + prompts_at_once]
+            places = [processes.rank + processes.world * (start + i) for i in range(len(some))]
+            keys = [noise_key(recipe.seed, update, place, g) for place in places for g in range(config.group_size)]
+            batches.append(roll_out_batch(recipe, policy, schedule, some, keys, ar_steps, rewards))
 
-    # 2. advantages, per group and per component
+    # 2. advantages of the whole update, per group and per component, then this process's share (every world-th prompt)
     names = list(recipe.rewards.components)
-    scores = {name: torch.from_numpy(np.concatenate([batch.rewards[name] for batch in batches])) for name in names}
-    grouped = {name: values.view(-1, config.group_size) for name, values in scores.items()}
-    advantage = advantages(grouped, recipe.rewards.components, algorithm.advantage)
+    own = {name: np.concatenate([batch.rewards[name] for batch in batches]) for name in names}
+    everyone = processes.gather(own)
+    grouped = {
+        name: torch.from_numpy(
+            np.stack([scores[name].reshape(-1, config.group_size) for scores in everyone], axis=1)
+        ).flatten(0, 1)
+        for name in names
+    }
+    advantage = advantages(grouped, recipe.rewards.components, algorithm.advantage)[processes.rank :: processes.world]
 
     # 3. gradient, one micro-batch after the other
     images = config.prompts_per_update * config.group_size
-    tokens_per_image = sum(sum(counts[i:]) if algorithm.scope == "unknown" else counts[i] for i in ar_steps)
-    elements = images * tokens_per_image * policy.token_dim * len(diffusion_steps)
+    tokens = sum(sum(counts[i:]) if algorithm.scope == "unknown" else counts[i] for i in range(len(counts)))
+    # of those drawn on average, so that the weight of an AR step does not depend on the others that were drawn
+    elements = images * tokens * len(ar_steps) / len(counts) * policy.token_dim * len(diffusion_steps)
     optimizer.zero_grad(set_to_none=True)
     parts = LossParts()
-    for batch, part in zip(batches, advantage.flatten().split([len(b.keys) for b in batches]), strict=True):
-        prompts = [record["prompt"] for record in batch.records]
-        conditioning = policy.encode_prompts(prompts)
-        anchor = None
-        if reference is not None:
-            with torch.no_grad():
-                anchor = Guided.of(reference, conditioning, recipe.sampling)
-        live = Guided.of(policy, conditioning, recipe.sampling)
-        parts.merge(
-            backward(
-                live, anchor, batch.index, batch.rollout, batch.trajectories, part, schedule, diffusion_steps,
-                algorithm, 1.0 / elements,
-            )
-        )  # fmt: skip
+    with processes.together():
+        for batch, part in zip(batches, advantage.flatten().split([len(b.keys) for b in batches]), strict=True):
+            conditioning = policy.encode_prompts([record["prompt"] for record in batch.records])
+            anchor = None
+            if reference is not None:
+                with torch.no_grad():
+                    anchor = Guided.of(reference, conditioning, recipe.sampling)
+            live = Guided.of(policy, conditioning, recipe.sampling)
+            parts.merge(
+                backward(
+                    live, anchor, batch.index, batch.rollout, batch.trajectories, part, schedule, diffusion_steps,
+                    algorithm, 1.0 / elements,
+                )
+            )  # fmt: skip
     parameters = list(trained.values())
     processes.sum_gradients(parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.optimizer.max_grad_norm).item()
 
     # 4. numbers of all processes, health, step
-    own = {name: values.tolist() for name, values in grouped.items()}
-    everyone = processes.gather((own, vars(parts)))
     merged = LossParts()
-    for _, sums in everyone:
+    for sums in processes.gather(vars(parts)):
         merged.merge(LossParts(**sums))
     numbers = {"gradient_norm": norm, **merged.means()}
-    live_groups = np.zeros(config.prompts_per_update, dtype=bool)
-    for name in names:
-        table = np.array([group for rank_scores, _ in everyone for group in rank_scores[name]])
-        numbers[f"reward/{name}"] = float(table.mean())
-        numbers[f"reward_std/{name}"] = float(table.std(axis=1, ddof=1).mean())
-        live_groups |= table.max(axis=1) > table.min(axis=1)
-    numbers["live_groups"] = float(live_groups.mean())
+    live_groups = torch.zeros(config.prompts_per_update, dtype=torch.bool)
+    for name, table in grouped.items():
+        numbers[f"reward/{name}"] = table.double().mean().item()
+        numbers[f"reward_std/{name}"] = table.double().std(dim=1).mean().item()
+        live_groups |= table.amax(dim=1) > table.amin(dim=1)
+    numbers["live_groups"] = live_groups.double().mean().item()
     health.check(update + 1, numbers)
     numbers["learning_rate"] = set_rate(optimizer, update, recipe.optimizer)
     optimizer.step()
