@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -23,7 +25,6 @@ from mar_grpo.store import read_uri
 from mar_grpo.training.optimization import OptimizerConfig
 from mar_grpo.training.trainer import TrainingConfig
 
-
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -34,6 +35,12 @@ class CheckpointConfig(BaseModel):
 
     uri: str = "package://emoji-nova"
     sha256: str | None = None
+
+
+class EvaluationSampling(SamplingConfig):
+    """Sampling of the finished policy: the ODE unless the recipe says otherwise."""
+
+    noise_level: float = Field(0.0, ge=0, allow_inf_nan=False)
 
 
 class Recipe(BaseModel):
@@ -56,7 +63,7 @@ class Recipe(BaseModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    evaluation_sampling: SamplingConfig = SamplingConfig(noise_level=0.0)
+    evaluation_sampling: EvaluationSampling = EvaluationSampling()
     gate: GateConfig = GateConfig()
 
     @model_validator(mode="after")
@@ -67,12 +74,32 @@ class Recipe(BaseModel):
                 "a density to score"
             )
         if self.sampling.diffusion_steps < 2:
-            raise ValueError("sampling.diffusion_steps 1 and the policy gradient do not fit: the last step has no noise")
-        images = self.training.prompts_per_update * self.training.group_size
-        if images % self.training.processes:
             raise ValueError(
-                f"training: {self.training.prompts_per_update} prompts cannot be shared by "
-                f"{self.training.processes} processes"
+                "sampling.diffusion_steps 1 and the policy gradient do not fit: the last step has no noise"
+            )
+        for name, scored, steps in (
+            ("ar_steps", self.algorithm.scored_ar_steps, self.sampling.ar_steps),
+            ("diffusion_steps", self.algorithm.scored_diffusion_steps, self.sampling.diffusion_steps),
+        ):
+            if scored is not None and scored > steps:
+                raise ValueError(f"algorithm.scored_{name} {scored} and sampling.{name} {steps} do not fit")
+        if self.sampling.guidance_renorm < 1 and (
+            self.algorithm.scope == "unknown" or self.algorithm.trajectories.count
+        ):
+            raise ValueError(
+                "sampling.guidance_renorm below 1 ties the tokens that are drawn together, so it does not fit "
+                "algorithm.scope 'unknown' or algorithm.trajectories.count above 0, which draw others beside them"
+            )
+        prompts, processes = self.training.prompts_per_update, self.training.processes
+        if prompts % processes:
+            raise ValueError(
+                f"training.prompts_per_update: {prompts} prompts cannot be shared evenly by {processes} processes"
+            )
+        judge = self.gate.score.split("/")[0]
+        if judge in {name.split("/")[0] for name in self.rewards.components}:
+            raise ValueError(
+                f"gate.score {self.gate.score!r} and rewards.components do not fit: a judge that was trained on "
+                "cannot decide about promotion"
             )
         return self
 
@@ -105,15 +132,15 @@ def read_mapping(source: str, overrides: Sequence[str]) -> tuple[dict[str, Any],
     named = resources.files("mar_grpo.recipes") / f"{source}.yaml"
     if source.lstrip().startswith("{"):
         text = source
-    elif "/" not in source and named.is_file():
+    elif re.fullmatch(r"[\w-]{1,64}", source) and named.is_file():
         text = named.read_text(encoding="utf-8")
-    elif "://" in source or Path(source).is_file():
+    elif "://" in source or os.path.isfile(source):
         text = _text(read_uri(source), where)
     else:
         hint = f"give a path, a URI, or one of {', '.join(recipe_names())}"
         raise InputError("there is no such recipe", where=where, hint=hint)
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader=_Strict)
     except yaml.YAMLError as error:
         raise InputError(f"the recipe is not YAML: {' '.join(str(error).split())}", where=where) from error
     if not isinstance(content, dict):
@@ -132,6 +159,18 @@ def parse(model: type[M], content: dict[str, Any], where: str) -> M:
         key = ".".join(str(part) for part in first["loc"])
         what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
         raise InputError(f"{key}: {what}" if key else what, where=where, hint="see `mar-grpo recipe show`") from error
+
+
+class _Strict(yaml.SafeLoader):
+    """YAML in which a key may be given once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            problem = f"the key {twice[0]!r} is given twice"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _text(data: bytes, where: str) -> str:

@@ -1,4 +1,4 @@
-"""Which tokens an update trusts: uncertainty of the head, and consistency with the finished image (arXiv 2604.06966)."""
+"""Which tokens an update trusts: uncertainty of the head, consistency with the finished image (arXiv 2604.06966)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class SelectionConfig(BaseModel):
 
     Args:
         mode: `delta` keeps a token whose cosine with the finished image rose by more than `threshold` since the AR step
-            before; `absolute` one whose cosine itself exceeds it; `off` keeps all. Committed tokens are always kept, so
-            the mode matters where scope is `unknown`.
+            before; `absolute` one whose cosine itself exceeds it; `none` keeps all. Committed tokens are always kept,
+            so the mode matters where scope is `unknown`.
         threshold: see mode.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    mode: Literal["delta", "absolute", "off"] = "delta"
+    mode: Literal["delta", "absolute", "none"] = "delta"
     threshold: float = Field(0.0, ge=-2, le=2)
 
 
@@ -47,7 +47,7 @@ def consistent(now: Tensor, before: Tensor | None, final: Tensor, committed: Ten
         committed: bool [M] or [B, M], committed by this step.
     """
     alignment = F.cosine_similarity(now.float(), final.float(), dim=-1)
-    if config.mode == "off" or (config.mode == "delta" and before is None):
+    if config.mode == "none" or (config.mode == "delta" and before is None):
         return torch.ones_like(alignment, dtype=torch.bool)
     if config.mode == "delta" and before is not None:
         alignment = alignment - F.cosine_similarity(before.float(), final.float(), dim=-1)

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.gradient_signal --recipe emoji --batches 12 --images 128
 
 Two batches of n images share the expected gradient g and have independent noise, so the mean pairwise cosine estimates
-|g|^2 / (|g|^2 + noise): near 0 an update is a random step; images needed for a cosine c are about n (1 - c0) c / (c0 (1 - c)).
-Each variant is a list of recipe overrides. Standard errors are over a jackknife of batches.
+|g|^2 / (|g|^2 + noise): near 0 an update is a random step; images needed for a cosine c are about
+n (1 - c0) c / (c0 (1 - c)). Each variant is a list of recipe overrides. Standard errors: a jackknife of batches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mar_grpo.training.trainer import choose_steps, roll_out_batch
 VARIANTS: dict[str, list[str]] = {
     "committed": ["algorithm.scope=committed", "algorithm.trajectories.count=0"],
     "committed + MTE": ["algorithm.scope=committed", "algorithm.trajectories.count=3"],
-    "unknown, all": ["algorithm.scope=unknown", "algorithm.trajectories.count=0", "algorithm.selection.mode=off"],
+    "unknown, all": ["algorithm.scope=unknown", "algorithm.trajectories.count=0", "algorithm.selection.mode=none"],
     "unknown, delta": ["algorithm.scope=unknown", "algorithm.trajectories.count=0", "algorithm.selection.mode=delta"],
     "unknown, absolute 0.7": [
         "algorithm.scope=unknown", "algorithm.trajectories.count=0", "algorithm.selection.mode=absolute",
