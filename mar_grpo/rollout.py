@@ -1,8 +1,8 @@
 """Masked autoregressive generation that records exactly what an update needs.
 
 An image is made in K AR steps. Step i commits the next tokens of the image's own random order; the diffusion head turns
-noise into each of them in T Gaussian transitions. A token's noise is drawn from the image's key alone, so an image depends
-on (prompt, key) only: not on the batch, the number of processes, or which steps are recorded.
+noise into each of them in T Gaussian transitions. A token's noise is drawn from the image's key alone, so an image
+depends on (prompt, key) only: not on the batch, the number of processes, or which steps are recorded.
 
 The head runs on committed tokens only, except where a recorded step also wants the tokens that are still unknown
 (scope "unknown": their trajectories are hypothetical and thrown away after the update).
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -53,7 +54,7 @@ class SamplingConfig(BaseModel):
 def mask_schedule(num_tokens: int, ar_steps: int) -> list[int]:
     """Tokens committed by each AR step: differences of round(L cos(pi k / 2K)); empty steps are dropped (NOVA)."""
     left = [round(num_tokens * math.cos(0.5 * math.pi * k / ar_steps)) for k in range(ar_steps + 1)]
-    return [now - after for now, after in zip(left[:-1], left[1:], strict=True) if now > after]
+    return [now - after for now, after in pairwise(left) if now > after]
 
 
 def noise_key(*parts: int) -> int:

@@ -1,8 +1,9 @@
 """MAR-GRPO's update, corrected form (arXiv 2604.06966; differences from the released code are in each docstring).
 
-For each recorded AR step the trunk is run again on the canvas of that step. Its output z must equal the rollout's (this is
-asserted: a mismatch means that another policy is scored than was sampled). The frozen head is evaluated on the recorded
-states, guided as in the rollout, and the gradient with respect to its condition is accumulated over transitions; then it goes through the trunk once. Memory therefore does not grow with the number of transitions.
+For each recorded AR step the trunk is run again on the canvas of that step. Its output z must equal the rollout's (this
+is asserted: a mismatch means that another policy is scored than was sampled). The frozen head is evaluated on the
+recorded states, guided as in the rollout, and the gradient with respect to its condition is accumulated over
+transitions; then it goes through the trunk once. Memory therefore does not grow with the number of transitions.
 
 Corrected against the released code: guided mean in scoring as in sampling; transitions without variance are not scored;
 Gaussian KL; averages instead of sums over AR steps; whole tokens instead of latent pixels; selection without MTE.
@@ -10,6 +11,7 @@ Gaussian KL; averages instead of sums over AR steps; whole tokens instead of lat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,10 +22,10 @@ from torch import Tensor
 from mar_grpo.algorithms.advantage import AdvantageConfig
 from mar_grpo.algorithms.objective import gaussian_kl, policy_term
 from mar_grpo.algorithms.selection import SelectionConfig, consistent
-from mar_grpo.algorithms.trajectories import TrajectoryConfig, Trajectories
+from mar_grpo.algorithms.trajectories import Trajectories, TrajectoryConfig
 from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.errors import UnhealthyError
-from mar_grpo.rollout import Guided, RecordedStep, Rollout, Scope
+from mar_grpo.rollout import Guided, Predict, RecordedStep, Rollout, Scope
 
 Z_TOLERANCE = 1e-4
 
@@ -32,7 +34,7 @@ class AlgorithmConfig(BaseModel):
     """The method.
 
     Args:
-        scored_ar_steps: how many AR steps an update scores, drawn evenly over the schedule; None is all of them.
+        scored_ar_steps: how many AR steps an update scores, drawn uniformly; None is all of them.
         scored_diffusion_steps: how many transitions of each; None is all that have a variance.
         scope: `committed` scores the tokens an AR step commits; `unknown` also the hypothetical ones that it does not.
         trajectories: multi-trajectory expectation on uncertain tokens.
@@ -93,10 +95,10 @@ def backward(
         index: prompt of each image, int64 [B].
         advantage: [B].
         diffusion_steps: transitions to score; each must have a variance.
-        scale: one over the elements that the whole update scores.
+        scale: one over the elements that the whole update scores (on average over draws of AR steps).
 
     Raises:
-        UnhealthyError: the trunk does not give the z of the rollout.
+        UnhealthyError: the trunk does not give the z of the rollout, or gives numbers that are not finite.
     """
     total = LossParts()
     leaves = live.leaves()
@@ -104,7 +106,10 @@ def backward(
         canvas = (step.tokens, step.known, step.num_known, step.places)
         latents = leaves.rows(index).latents(*canvas)
         error = (latents[0].detach() - step.z).abs().max().item()
-        if not error <= Z_TOLERANCE * max(1.0, step.z.abs().max().item()):
+        if not math.isfinite(error):
+            hint = "lower optimizer.learning_rate; the last checkpoint is intact"
+            raise UnhealthyError("the trunk's output is not finite", where=f"AR step {step.index}", hint=hint)
+        if error > Z_TOLERANCE * max(1.0, step.z.abs().max().item()):
             raise UnhealthyError(
                 f"the update's z differs from the rollout's by {error:.2g}",
                 where=f"AR step {step.index}",
@@ -129,8 +134,8 @@ def backward(
 
 def _score_step(
     step: RecordedStep,
-    predict,
-    anchor,
+    predict: Predict,
+    anchor: Predict | None,
     rollout: Rollout,
     trajectories: Trajectories | None,
     advantage: Tensor,

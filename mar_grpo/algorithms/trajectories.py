@@ -1,8 +1,8 @@
-"""Multi-trajectory expectation (MTE), arXiv 2604.06966: several diffusion trajectories from the latent that made a token.
+"""Multi-trajectory expectation (MTE), arXiv 2604.06966: several trajectories from the latent that made a token.
 
 The trajectories branch at the head's pure noise, once an image, under z at the step that committed each token (the
-composite latent), guided as the rollout was. On uncertain tokens the update averages over them instead of trusting the one
-trajectory that happened.
+composite latent), guided as the rollout was. On uncertain tokens the update averages over them instead of trusting the
+one trajectory that happened.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Emoji scenes: what can be asked (records in GenEval's field names), and pictures that show it.
 
 A canvas has 2 x 2 cells and at most one object a cell. Six kinds of prompts, as in GenEval. Compositions are split once
-and for all: a composition is the multiset of (class, colour, count) a prompt asks for, whatever the wording, the order or
-the relation, so a pair that evaluation asks about is never asked about in SFT or RL.
+and for all: a composition is the multiset of (class, colour, count) a prompt asks for, whatever the wording, the order
+or the relation, so a pair that evaluation asks about is never asked about in SFT or RL.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def _all_records() -> tuple[Record, ...]:
         records.append(_record("two_object", [_entry(first), _entry(second)]))
         for relation in RELATIONS:
             records.append(_record("position", [_entry(second), _entry(first) | {"position": [relation, 0]}]))
-    for first, second in itertools.permutations(itertools.product(COLORS, SHAPES), 2):
-        if first[0] != second[0] and first[1] != second[1]:
-            entries = [_entry(shape, color=color) for color, shape in (first, second)]
+    for one, other in itertools.permutations(itertools.product(COLORS, SHAPES), 2):
+        if one[0] != other[0] and one[1] != other[1]:
+            entries = [_entry(shape, color=color) for color, shape in (one, other)]
             records.append(_record("color_attr", entries))
     return tuple(records)
 

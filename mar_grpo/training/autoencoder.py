@@ -14,6 +14,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ import torch.nn.functional as F
 from mar_grpo.data.emoji import GLYPHS
 from mar_grpo.data.scenes import CELLS, Scene, render_batch
 from mar_grpo.models.vae import Vae
+
+if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 TINY_VAE = {
     "_class_name": "AutoencoderKL",
@@ -63,12 +67,12 @@ def reconstruction_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Ten
 
 
 @torch.no_grad()
-def standardise(kl, rng: np.random.Generator) -> None:
+def standardise(kl: AutoencoderKL, rng: np.random.Generator) -> None:
     """Fold the latent's mean and standard deviation into the encoder, so that channels are N(0, 1) over scenes."""
     latents = kl.encode(batch(rng, 512)).latent_dist.mean
     mean, std = latents.mean(dim=(0, 2, 3)), latents.std(dim=(0, 2, 3))
-    last, first = kl.encoder.conv_out, kl.decoder.conv_in
-    channels = len(mean)
+    last, first, channels = kl.encoder.conv_out, kl.decoder.conv_in, len(mean)
+    assert last.bias is not None  # for the type checker: both convolutions have one
     last.weight[:channels] /= std[:, None, None, None]
     last.bias[:channels] = (last.bias[:channels] - mean) / std
     first.bias += (first.weight * mean[None, :, None, None]).sum(dim=(1, 2, 3))
@@ -80,7 +84,8 @@ def train(out: Path, *, updates: int, batch_size: int, learning_rate: float, see
     rng = np.random.default_rng(seed)
     noise = torch.Generator().manual_seed(seed)
     vae = Vae.from_config(TINY_VAE, torch.Generator().manual_seed(seed))
-    kl = vae.model.to(memory_format=torch.channels_last)
+    kl = vae.model
+    kl.to(memory_format=torch.channels_last)  # type: ignore[call-arg]
     joint = int(updates * 0.65)
     began = time.monotonic()
     for phase, steps in (("joint", joint), ("decoder", updates - joint)):
@@ -105,14 +110,15 @@ def train(out: Path, *, updates: int, batch_size: int, learning_rate: float, see
             if step % 50 == 0:
                 print(f"{phase} {step}/{steps} loss {loss.item():.4f} {time.monotonic() - began:.0f} s", flush=True)
     facts = evaluate(kl, np.random.default_rng(seed + 1))
-    kl.eval().to(memory_format=torch.contiguous_format).save_pretrained(out)
+    kl.eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-arg]
+    kl.save_pretrained(out)
     facts |= {"updates": updates, "batch_size": batch_size, "seed": seed, "seconds": round(time.monotonic() - began)}
     (out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
     return facts
 
 
 @torch.no_grad()
-def evaluate(kl, rng: np.random.Generator) -> dict[str, float]:
+def evaluate(kl: AutoencoderKL, rng: np.random.Generator) -> dict[str, float]:
     """PSNR in dB on 512 new scenes, and of latents with noise 0.2; the latent's standard deviation."""
     images = batch(rng, 512)
     latents = kl.encode(images).latent_dist.mean

@@ -2,8 +2,8 @@
 
 The loss is NOVA's (arXiv 2412.14169, section 3): a random subset of tokens is known, the trunk makes z for the others,
 and the head predicts the velocity (or noise) of each of them at a random noise level. Departures from the paper: every
-part of a batch has one number of known tokens (the trunk gathers them), spread evenly over the schedule instead of drawn
-independently; several noise levels are drawn per token because the head is cheap beside the trunk.
+part of a batch has one number of known tokens (the trunk gathers them), spread evenly over the schedule instead of
+drawn independently; several noise levels are drawn per token because the head is cheap beside the trunk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +31,8 @@ class SftConfig(BaseModel):
     Args:
         updates: optimiser steps; the learning rate is constant, then falls linearly over the last `decay_share`.
         batch_size, parts: pictures a step, and in how many parts with their own number of known tokens.
-        draws_per_token: noise levels per unknown token.
+        draws_per_token: noise levels per unknown token; their logit is normal with mean `noise_logit_mean` and
+            deviation 1. What an image shows is decided at high noise: a mean above 0 teaches that part more.
         optimizer: adamw, or muon for the matrices of the transformer and adamw for all else.
         learning_rate: of adamw; muon_learning_rate: of muon (update of unit spectral norm, times this).
         ema_decay: decay per step of the averaged weights, which are what is validated and saved.
@@ -47,6 +48,7 @@ class SftConfig(BaseModel):
     batch_size: int = Field(128, gt=0)
     parts: int = Field(4, gt=0)
     draws_per_token: int = Field(4, gt=0)
+    noise_logit_mean: float = 0.0
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(1e-4, gt=0)
     muon_learning_rate: float = Field(0.02, gt=0)
@@ -92,7 +94,7 @@ def sft_loss(
         z = policy.ar_latents(tokens[rows], known, cond[rows], num_known=num_known, wanted=wanted)
         clean = tokens[rows].gather(1, wanted[..., None].expand(-1, -1, channels))
         shape = (config.draws_per_token, *clean.shape[:2])
-        level = torch.randn(shape, generator=generator).sigmoid()
+        level = (torch.randn(shape, generator=generator) + config.noise_logit_mean).sigmoid()
         noise = torch.randn((*shape, channels), generator=generator)
         x_t, t, target = schedule.training_pair(clean, noise, level)
         prediction = policy.head(x_t, t, z)
@@ -230,7 +232,15 @@ def validation_loss(policy: Policy, tokens: Tensor, prompts: Sequence[str], conf
     return total / len(tokens)
 
 
-def _save_state(path: Path, fingerprint: str, step: int, spent: float, named, optimizers, ema: Ema) -> None:
+def _save_state(
+    path: Path,
+    fingerprint: str,
+    step: int,
+    spent: float,
+    named: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    ema: Ema,
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
         "fingerprint": fingerprint,
@@ -245,7 +255,13 @@ def _save_state(path: Path, fingerprint: str, step: int, spent: float, named, op
     beside.replace(path)
 
 
-def _load_state(path: Path, fingerprint: str, named, optimizers, ema: Ema) -> tuple[int, float]:
+def _load_state(
+    path: Path,
+    fingerprint: str,
+    named: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    ema: Ema,
+) -> tuple[int, float]:
     if not path.exists():
         return 0, 0.0
     state = torch.load(path, weights_only=True)

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from mar_grpo.data.build import build_scene_set
+from mar_grpo.data.scenes import Split
 from mar_grpo.data.shards import read_shards
 from mar_grpo.documents import PromptSet, read_document
 from mar_grpo.errors import InputError
@@ -75,7 +76,7 @@ def run_sft(recipe: SftRecipe, out: Path, work: Path, report: Callable[[dict[str
     return out
 
 
-def _scene_set(store: Store, split, source: str, count: int, data: SftData) -> PromptSet:
+def _scene_set(store: Store, split: Split, source: str, count: int, data: SftData) -> PromptSet:
     if source == "emoji":
         return build_scene_set(store, split, n=count, noise=data.caption_noise, seed=data.seed, split=split)
     document = read_document(source, PromptSet)
