@@ -63,7 +63,7 @@ def run(
 
 @app.command()
 def train(
-    run: Annotated[str, typer.Option(help="URI of the run, STORE/runs/NAME.")],
+    run: Annotated[str, typer.Argument(help="URI of the run, STORE/runs/NAME.")],
     checkpoint: Annotated[str, typer.Option(help="Checkpoint document, URI#SHA256.")],
     prompts: Annotated[str, typer.Option(help="Training prompt set, URI#SHA256.")],
     evaluation: Annotated[str, typer.Option(help="Held-out prompt set, URI#SHA256.")],

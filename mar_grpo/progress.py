@@ -58,7 +58,8 @@ class View:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._live.stop()
+        if self.console.is_terminal:
+            self._live.stop()
 
     def show(self, event: Event) -> None:
         """One event. Failures are for whoever handles the exit code and are not shown here."""

@@ -151,7 +151,7 @@ def grpo_training(run: Run, checkpoint: DocumentRef, prompts: DocumentRef, evalu
     given = {"checkpoint": checkpoint, "prompts": prompts, "evaluation": evaluation}
 
     def make() -> tuple[Outputs, str]:
-        arguments = ["train", "--run", run.uri, "--folder", str(run.work() / "training")]
+        arguments = ["train", run.uri, "--folder", str(run.work() / "training")]
         for name, reference in given.items():
             arguments += [f"--{name}", f"{reference.uri}#{reference.sha256}"]
         run_workers(

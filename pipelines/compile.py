@@ -1,4 +1,4 @@
-"""Compile all components and pipelines to YAML and write their READMEs: `python -m mar_grpo.pipelines.compile [FOLDER]`.
+"""Compile components and pipelines to YAML and write their READMEs: `python -m mar_grpo.pipelines.compile [FOLDER]`.
 
 The files are committed, so that platform teams can use them by URL; a test compiles anew and compares.
 """

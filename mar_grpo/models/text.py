@@ -11,16 +11,18 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PhiConfig, PhiModel
 
 from mar_grpo.errors import InputError
 from mar_grpo.models.build import initialise, on_meta
+
+if TYPE_CHECKING:
+    from transformers import PhiModel
 
 PHI_CLASSES = ("PhiModel", "PhiEncoderModel", "PhiForCausalLM")
 PAD, UNKNOWN = "<pad>", "<unk>"
@@ -61,6 +63,8 @@ class TextEncoder(nn.Module):
         Raises:
             InputError: not a Phi configuration, values PhiModel refuses, or a tokenizer with more ids than embeddings.
         """
+        from transformers import PhiConfig, PhiModel  # seconds; most commands never build a model
+
         where = "text_encoder/config.json"
         names = {
             config.get("model_type", "phi"),

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor, nn
 
 from mar_grpo.errors import InputError
 from mar_grpo.models.build import initialise, on_meta
+
+if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 CHUNK_PIXELS = 2**18  # images coded at once: 64 of 64 x 64 px, one of 512 x 512; bounds memory, changes no picture
 
@@ -35,6 +37,8 @@ class Vae(nn.Module):
         Raises:
             InputError: another class, an unknown key, or values AutoencoderKL refuses.
         """
+        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL  # seconds, as in text.py
+
         name = config.get("_class_name", "AutoencoderKL")
         if name != "AutoencoderKL":
             raise InputError(f"autoencoder class {name} is not supported", where="vae/config.json: _class_name")
