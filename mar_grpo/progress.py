@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 Event = Mapping[str, Any]
@@ -41,15 +42,18 @@ class View:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
+        whole, rest = Column(no_wrap=True), Column(no_wrap=True, overflow="ellipsis", ratio=1)
         self._live = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[text]}"),
+            TextColumn(" … {task.description:<22}", table_column=whole),
+            BarColumn(bar_width=16, table_column=whole),
+            MofNCompleteColumn(table_column=whole),
+            TimeElapsedColumn(table_column=whole),
+            TextColumn("[dim]{task.fields[text]}", table_column=rest),
             console=self.console,
             transient=True,
+            expand=True,
         )
+        self._latest: dict[str, Any] = {}
         self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
@@ -66,21 +70,24 @@ class View:
         if not self.console.is_terminal:
             print(json.dumps(dict(event), ensure_ascii=False), file=self.console.file, flush=True)
         elif event["event"] == "progress":
-            self._advance(str(event.get("step", "")), int(event["done"]), int(event["total"]), numbers(event))
+            self._advance(str(event.get("step", "")), int(event["done"]), int(event["total"]), event)
         elif event["event"] == "step":
             self._step(str(event["step"]), str(event["state"]), event)
         elif event["event"] == "note":
             self.console.print(f"  {event['text']}", highlight=False, markup=False)
 
-    def _advance(self, step: str, done: int, total: int, text: str) -> None:
+    def _advance(self, step: str, done: int, total: int, event: Event) -> None:
         if self._task is None:
             self._task = self._live.add_task(step, total=total, text="")
+        self._latest |= event
+        text = numbers(self._latest)
         self._live.update(self._task, description=step, completed=done, total=total, text=text)
 
     def _step(self, step: str, state: str, event: Event) -> None:
         if self._task is not None:
             self._live.remove_task(self._task)
             self._task = None
+        self._latest = {}
         if state == "started":
             self._task = self._live.add_task(step, total=None, text="")
             return

@@ -24,8 +24,6 @@ from mar_grpo.store import Store
 from mar_grpo.training.distributed import Processes
 from mar_grpo.training.trainer import train
 
-SHOWN = ("loss", "gradient_norm", "live_groups", "seconds")
-
 
 def work(
     recipe: Recipe,
@@ -94,7 +92,7 @@ def _judged(policy: Policy, recipe: Recipe, judge: TemplateJudge, records: Seque
 
 
 def _report(recipe: Recipe, row: dict[str, Any]) -> None:
-    shown = {name: value for name, value in row.items() if name in SHOWN or name.startswith(("reward/", "held_out/"))}
+    shown = {name: value for name, value in row.items() if name.startswith(("reward/", "held_out/", "seconds"))}
     emit("progress", step="grpo_training", done=row["update"], total=recipe.training.updates, **shown)
 
 
