@@ -74,12 +74,13 @@ def held_out_look(recipe: Recipe, evaluation: DocumentRef) -> Callable[[Policy, 
     judge = TemplateJudge()
 
     def look(policy: Policy, group: Processes) -> dict[str, float]:
-        if not records:
-            samples = read_shards(read_document(evaluation, PromptSet))
-            distinct = {sample.record.prompt_id: sample.record for sample in samples}
-            records.extend(list(distinct.values())[: recipe.training.held_out_prompts])
-        mine = records[group.rank :: group.world]
-        strict = _judged(policy, recipe, judge, mine) if mine else np.zeros(0)
+        with group.together():
+            if not records:
+                samples = read_shards(read_document(evaluation, PromptSet))
+                distinct = {sample.record.prompt_id: sample.record for sample in samples}
+                records.extend(list(distinct.values())[: recipe.training.held_out_prompts])
+            mine = records[group.rank :: group.world]
+            strict = _judged(policy, recipe, judge, mine) if mine else np.zeros(0)
         return {f"held_out/{NAME}/strict": float(np.mean(np.concatenate(group.gather(strict))))}
 
     return look
