@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,7 +36,12 @@ class AlgorithmConfig(BaseModel):
 
     Args:
         scored_ar_steps: how many AR steps an update scores, drawn uniformly; None is all of them.
-        scored_diffusion_steps: how many transitions of each; None is all that have a variance.
+        noisiest_diffusion_steps: only this many transitions of each, counted from pure noise, may be scored; None is
+            all that have a variance. What an image shows is decided there, and the later ones are mostly noise in the
+            gradient (`python -m tests.benchmarks.gradient_signal`).
+        scored_diffusion_steps: how many of those, drawn uniformly; None is all of them.
+        trained: all of the `trunk`, or only the `condition` path (text projection and video encoder), whose gradient
+            has the most signal; the head is frozen in both.
         scope: `committed` scores the tokens an AR step commits; `unknown` also the hypothetical ones that it does not.
         trajectories: multi-trajectory expectation on uncertain tokens.
         selection: consistency-aware token selection.
@@ -45,7 +51,9 @@ class AlgorithmConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     scored_ar_steps: int | None = Field(None, gt=0)
+    noisiest_diffusion_steps: int | None = Field(None, gt=0)
     scored_diffusion_steps: int | None = Field(None, gt=0)
+    trained: Literal["trunk", "condition"] = "trunk"
     scope: Scope = "committed"
     advantage: AdvantageConfig = AdvantageConfig()
     trajectories: TrajectoryConfig = TrajectoryConfig()

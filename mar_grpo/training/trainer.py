@@ -120,7 +120,7 @@ def train(
         torch.set_num_threads(config.threads)
     with Processes() as processes:
         policy = load_policy(fetch_checkpoint(checkpoint, work / f"rank{processes.rank}")).eval().requires_grad_(False)
-        trained = {n: p for n, p in policy.transformer.named_parameters() if _is_trunk(policy, p)}
+        trained = trained_parameters(policy, recipe.algorithm.trained)
         for parameter in trained.values():
             parameter.requires_grad_(True)
         reference = _frozen_copy(policy) if recipe.algorithm.kl else None
@@ -265,6 +265,7 @@ def choose_steps(recipe: Recipe, update: int, num_ar_steps: int, schedule: Sched
     """AR steps and transitions that this update scores, the same on every rank, before anything is rolled out."""
     rng = np.random.default_rng([recipe.seed, update, 0])
     stochastic = [j for j in range(schedule.num_steps) if schedule.stochastic(j)]
+    stochastic = stochastic[: recipe.algorithm.noisiest_diffusion_steps]
     chosen = []
     for pool, count in (
         (list(range(num_ar_steps)), recipe.algorithm.scored_ar_steps),
@@ -301,8 +302,14 @@ def roll_out_batch(
     return MicroBatch(records, index, keys, rollout, trajectories, scores)
 
 
-def _is_trunk(policy: Policy, parameter: Tensor) -> bool:
-    return any(parameter is other for other in policy.trunk_parameters())
+def trained_parameters(policy: Policy, part: str) -> dict[str, nn.Parameter]:
+    """Parameters of the trained part by their published names."""
+    reached = {id(parameter) for parameter in policy.trunk_parameters()}
+    named = {name: value for name, value in policy.transformer.named_parameters() if id(value) in reached}
+    if part == "condition":
+        outside = ("image_encoder.", "mask_embed.mask_token")
+        return {name: value for name, value in named.items() if not name.startswith(outside)}
+    return named
 
 
 def _frozen_copy(policy: Policy) -> Policy:

@@ -23,9 +23,13 @@ from mar_grpo.data.build import prompt_records
 from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy
 from mar_grpo.rewards.mix import RewardMix
 from mar_grpo.rollout import Guided, mask_schedule, noise_key
-from mar_grpo.training.trainer import choose_steps, roll_out_batch
+from mar_grpo.training.trainer import choose_steps, roll_out_batch, trained_parameters
 
 VARIANTS: dict[str, list[str]] = {
+    "as in the recipe": [],
+    "all transitions": ["algorithm.noisiest_diffusion_steps=null"],
+    "whole trunk": ["algorithm.trained=trunk"],
+    "whole trunk, all transitions": ["algorithm.trained=trunk", "algorithm.noisiest_diffusion_steps=null"],
     "committed": ["algorithm.scope=committed", "algorithm.trajectories.count=0"],
     "committed + MTE": ["algorithm.scope=committed", "algorithm.trajectories.count=3"],
     "unknown, all": ["algorithm.scope=unknown", "algorithm.trajectories.count=0", "algorithm.selection.mode=none"],
@@ -44,7 +48,7 @@ VARIANTS: dict[str, list[str]] = {
 def gradients(recipe: Recipe, checkpoint: str, batches: int, images: int, work: Path) -> tuple[torch.Tensor, float]:
     """Gradients [batches, parameters] of independent batches, and seconds per batch."""
     policy = load_policy(fetch_checkpoint(checkpoint, work)).eval().requires_grad_(False)
-    parameters = policy.trunk_parameters()
+    parameters = list(trained_parameters(policy, recipe.algorithm.trained).values())
     for parameter in parameters:
         parameter.requires_grad_(True)
     records = [record.as_dict() for record in prompt_records(recipe.data, "train")]
