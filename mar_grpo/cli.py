@@ -226,8 +226,14 @@ def _interruptible() -> Iterator[None]:
 
 def main() -> None:
     """Entry point of `mar-grpo`."""
+    from mar_grpo.launch import failures
+
     try:
         app()
     except MarGrpoError as error:
+        failures.leave(error)
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    except Exception as error:
+        failures.leave(error)
+        raise

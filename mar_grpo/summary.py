@@ -56,12 +56,12 @@ def rebuild_report(run: Run, out: Path) -> Path:
 def evaluation_table(checkpoint: str, recipe: str, overrides: Sequence[str], work: Path) -> str:
     """Accuracy of a checkpoint on the recipe's held-out prompts: a line per judge and tag."""
     from mar_grpo.data.build import prompt_records
-    from mar_grpo.evaluation.benchmarks import accuracy_table, evaluate, judged_by, summarise
+    from mar_grpo.evaluation.benchmarks import Judge, accuracy_table, evaluate, judged_by, summarise
     from mar_grpo.rewards.heatmap import HeatmapJudge
     from mar_grpo.rewards.templates import TemplateJudge
 
     loaded = load_recipe(recipe, overrides)
-    judges = [TemplateJudge(), HeatmapJudge()]
+    judges: list[Judge] = [TemplateJudge(), HeatmapJudge()]
     with View(Console(stderr=True)) as view:
         evaluation = evaluate(
             _policy(checkpoint, work),

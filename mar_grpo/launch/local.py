@@ -1,25 +1,21 @@
 """Training on this machine: torchrun with loopback only, no restart in place, relaunch from the last saved state.
 
-torchrun reports one exit code for all, so each process leaves its own failure in a file (worker.py) that is read here.
+torchrun reports one exit code for all, so each process leaves its own failure in a file (failures.py), read here.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from mar_grpo.errors import InputError, MarGrpoError, RetryableError, UnhealthyError
-from mar_grpo.launch import processes
+from mar_grpo.errors import RetryableError
+from mar_grpo.launch import failures, processes
 from mar_grpo.progress import emit
 
 GRACE_SECONDS = 10.0
-_ERRORS: Mapping[int, type[MarGrpoError]] = {2: InputError, 3: UnhealthyError, 75: RetryableError}
-_PRECEDENCE = (2, 3, 1, 75)
-"""Which failure of several processes is the cause: a process whose peer vanished only says 75."""
 
 
 def run_workers(
@@ -48,9 +44,8 @@ def run_workers(
 
 def _run_once(arguments: Sequence[str], count: int, threads: int | None, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("failure-*.json"):
-        old.unlink()
-    environment = os.environ | {"MAR_GRPO_FAILURES": str(folder), "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    failures.clear(folder)
+    environment = os.environ | {failures.FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     command = [
@@ -66,18 +61,8 @@ def _run_once(arguments: Sequence[str], count: int, threads: int | None, folder:
     finally:
         code = processes.stop(workers, grace_seconds=GRACE_SECONDS)
     if code:
-        raise _cause(folder, code)
-
-
-def _cause(folder: Path, code: int) -> MarGrpoError:
-    failures = [json.loads(path.read_text()) for path in sorted(folder.glob("failure-*.json"))]
-    for kind in _PRECEDENCE:
-        for failure in failures:
-            if failure["exit_code"] == kind:
-                cls = _ERRORS.get(kind, MarGrpoError)
-                return cls(failure["what"], where=failure["where"], hint=failure["hint"])
-    return RetryableError(
-        f"the training processes were killed (exit code {code})",
-        where=str(folder / "errors.log"),
-        hint="out of memory or stopped from outside; the same command goes on from the last saved state",
-    )
+        raise failures.cause(folder) or RetryableError(
+            f"the training processes were killed (exit code {code})",
+            where=str(folder / "errors.log"),
+            hint="out of memory or stopped from outside; the same command goes on from the last saved state",
+        )

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mar_grpo.errors import InputError, MarGrpoError, RetryableError, UnhealthyError
+from mar_grpo.errors import MarGrpoError
 from mar_grpo.launch import processes
+from mar_grpo.launch.failures import CLASSES
 from mar_grpo.progress import Event, parse
 from mar_grpo.runs import WORK
 
@@ -61,7 +62,6 @@ def run_pipeline(parameters: Mapping[str, Any], *, work: Path, show: Callable[[E
             code = processes.stop(child, grace_seconds=GRACE_SECONDS, first=signal.SIGINT)
             shutil.rmtree(scratch, ignore_errors=True)
     if failure is not None:
-        classes = {2: InputError, 3: UnhealthyError, 75: RetryableError}
-        raise classes.get(failure["exit_code"], MarGrpoError)(f"{failure['step']}: {failure['error']}")
+        raise CLASSES.get(failure["exit_code"], MarGrpoError)(f"{failure['step']}: {failure['error']}")
     if code:
         raise MarGrpoError(f"the pipeline ended with exit code {code}", where=str(log_path), hint="see that file")

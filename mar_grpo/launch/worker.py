@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from mar_grpo.config import Recipe
 from mar_grpo.data.prompts import PromptRecord
 from mar_grpo.data.shards import read_shards
 from mar_grpo.documents import DocumentRef, PromptSet, read_document
-from mar_grpo.errors import MarGrpoError, RetryableError
+from mar_grpo.errors import RetryableError
 from mar_grpo.launch import processes
 from mar_grpo.models.policy import Policy
 from mar_grpo.progress import emit
@@ -35,7 +34,7 @@ def work(
     evaluation: DocumentRef,
     folder: Path,
 ) -> DocumentRef | None:
-    """Train as `trainer.train` does and say how it goes; a failure is also left in a file for the launcher.
+    """Train as `trainer.train` does and say how it goes.
 
     Args:
         evaluation: held-out prompts, looked at for the curves only.
@@ -54,18 +53,10 @@ def work(
             work=folder,
             report=lambda row: _report(recipe, row),
         )
-    except MarGrpoError as error:
-        _leave(error)
-        raise
     except RuntimeError as error:
         if not _lost_peer(error):
             raise
-        lost = RetryableError("another training process has ended", hint="its own message says why")
-        _leave(lost)
-        raise lost from error
-    except Exception as error:
-        _leave(MarGrpoError(f"{type(error).__name__}: {' '.join(str(error).split())}"))
-        raise
+        raise RetryableError("another training process has ended", hint="its own message says why") from error
 
 
 def held_out_look(recipe: Recipe, evaluation: DocumentRef) -> Callable[[Policy, Processes], dict[str, float]]:
@@ -95,15 +86,6 @@ def _judged(policy: Policy, recipe: Recipe, judge: TemplateJudge, records: Seque
 def _report(recipe: Recipe, row: dict[str, Any]) -> None:
     shown = {name: value for name, value in row.items() if name.startswith(("reward/", "held_out/", "seconds"))}
     emit("progress", step="grpo_training", done=row["update"], total=recipe.training.updates, **shown)
-
-
-def _leave(error: MarGrpoError) -> None:
-    folder = os.environ.get("MAR_GRPO_FAILURES")
-    if folder:
-        failure = {"what": error.what, "where": error.where, "hint": error.hint, "exit_code": error.exit_code}
-        path = Path(folder) / f"failure-{os.environ.get('RANK', '0')}.json"
-        path.with_suffix(".part").write_text(json.dumps(failure))
-        os.replace(path.with_suffix(".part"), path)
 
 
 def _lost_peer(error: RuntimeError) -> bool:
