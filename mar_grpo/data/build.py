@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from mar_grpo.data.prompts import PromptRecord, read_prompt_file, validated
-from mar_grpo.data.scenes import TAGS, Split, compositions, noisy_scene_for, render
+from mar_grpo.data.scenes import TAGS, Split, compositions, mixed_record, noisy_scene_for, render
 from mar_grpo.data.shards import Sample, write_shards
 from mar_grpo.data.stream import DataConfig, permutation
 from mar_grpo.documents import PromptSet
@@ -137,9 +137,12 @@ def build_scene_set(
     noise: float,
     seed: int,
     split: Split = "train",
+    mixed: bool = False,
     samples_per_shard: int = 2000,
 ) -> PromptSet:
     """Write `n` captioned scenes (PNG and record), the six tags in turn, for supervised training.
+
+    With `mixed` every second caption is one beyond the six kinds (scenes.mixed_record).
 
     With probability `noise` one fact of a caption is wrong, as in captions from the web; the record's metadata holds
     the scene that was drawn (`scene`: [[glyph, cell], ...]) and which fact is wrong (`wrong`: "" if none).
@@ -148,17 +151,19 @@ def build_scene_set(
         raise InputError(
             f"{n} scenes with noise {noise} cannot be made", where="scene set", hint="n >= 1, noise 0 to 1"
         )
-    source = {"name": EMOJI_SOURCE, "part": split, "seed": seed, "noise": noise}
-    samples = _scenes(n, noise, seed, split)
+    source = {"name": EMOJI_SOURCE, "part": split, "seed": seed, "noise": noise, "mixed": mixed}
+    samples = _scenes(n, noise, seed, split, mixed)
     return write_shards(store, prefix, samples, samples_per_shard=samples_per_shard, kind="scenes", source=source)
 
 
-def _scenes(n: int, noise: float, seed: int, split: Split) -> Iterator[Sample]:
+def _scenes(n: int, noise: float, seed: int, split: Split, mixed: bool) -> Iterator[Sample]:
     by_tag = {tag: [record for record in compositions(split) if record["tag"] == tag] for tag in TAGS}
     for number in range(n):
         rng = np.random.default_rng([seed, number])
-        candidates = by_tag[TAGS[number % len(TAGS)]]
+        candidates = by_tag[TAGS[number // (1 + mixed) % len(TAGS)]]
         record = candidates[int(rng.integers(len(candidates)))]
+        if mixed and number % 2:
+            record = mixed_record(rng)
         scene, wrong = noisy_scene_for(record, rng, noise)
         fields = record | {"metadata": {"scene": [list(item) for item in scene], "wrong": wrong}}
         key = f"{number:08d}"

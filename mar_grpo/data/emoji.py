@@ -1,4 +1,4 @@
-"""The art of the emoji scenes: 16 emoji and three shapes in five colours, from the vendored Fluent Emoji Flat subset."""
+"""The art of the emoji scenes: 16 emoji and three shapes in five colours, from the vendored Fluent Emoji Flat."""
 
 from __future__ import annotations
 

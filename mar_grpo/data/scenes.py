@@ -22,6 +22,7 @@ CELL_PX = 32
 CELLS = 4
 BACKGROUND = (214, 226, 236)
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+MAX_WORDS = 12
 RELATIONS = ("left of", "right of", "above", "below")
 HELD_OUT_SHARE = {"scarce": 0.4, "plain pair": 0.25}  # compositions of one entry or with colours are few
 
@@ -69,6 +70,32 @@ def _all_records() -> tuple[Record, ...]:
 def compositions(split: Split) -> list[Record]:
     """Every record of one side of the split, in a fixed order."""
     return [record for record in _all_records() if split_of(record) == split]
+
+
+def mixed_record(rng: np.random.Generator) -> Record:
+    """A caption beyond the six kinds, for SFT: two or three different things, some coloured, some twice.
+
+    Many different captions are what makes a model follow words it has not seen together. None holds a pair, or a number
+    of one thing, that evaluation asks about.
+    """
+    while True:
+        names = [str(name) for name in rng.permutation(CLASSES)[: rng.integers(2, 4)]]
+        include = []
+        for name in names:
+            color = str(rng.choice(COLORS)) if name in SHAPES and rng.random() < 0.7 else None
+            count = 2 if color is None and rng.random() < 0.25 else 1
+            include.append(_entry(name, count, color))
+        record = _record("mixed", include)
+        fits = sum(entry["count"] for entry in include) <= CELLS and len(record["prompt"].split()) <= MAX_WORDS
+        if fits and _never_asked_together(include):
+            return record
+
+
+def _never_asked_together(include: list[Record]) -> bool:
+    plain = [_entry(entry["class"]) for entry in include]
+    pairs = [*itertools.combinations(plain, 2), *itertools.combinations(include, 2)]
+    parts = [list(pair) for pair in pairs] + [[entry] for entry in include if entry["count"] > 1]
+    return all(split_of({"include": part}) == "train" for part in parts)
 
 
 def _entry(name: str, count: int = 1, color: str | None = None) -> Record:
