@@ -30,7 +30,7 @@ both = pytest.mark.parametrize("judge", JUDGES, ids=lambda judge: judge.name)
 
 @pytest.fixture(scope="module")
 def cases() -> Cases:
-    records, shown = held_out_scenes(240, np.random.default_rng(7))
+    records, shown = held_out_scenes(180, np.random.default_rng(7))
     return records, shown, scenes.render_batch(shown)
 
 
@@ -149,7 +149,7 @@ def test_labels_are_distributions_and_pictures_are_reproducible() -> None:
 
 
 def test_training_lowers_the_loss_and_repeats_to_the_bit() -> None:
-    short, longer = (heatmap_training.Settings(updates=n, batch=4, warmup_updates=5) for n in (3, 30))
+    short, longer = (heatmap_training.Settings(updates=n, batch=4, warmup_updates=5) for n in (3, 20))
     net, loss = heatmap_training.train(short)
     again, loss_again = heatmap_training.train(short)
     assert loss == loss_again
