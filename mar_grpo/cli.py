@@ -215,13 +215,15 @@ def _interruptible() -> Iterator[None]:
     def leave(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from what is finished", file=sys.stderr)
         raise SystemExit(130) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main() -> None:
