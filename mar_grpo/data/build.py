@@ -138,11 +138,13 @@ def build_scene_set(
     seed: int,
     split: Split = "train",
     mixed: bool = False,
+    tag_weights: dict[str, float] | None = None,
     samples_per_shard: int = 2000,
 ) -> PromptSet:
     """Write `n` captioned scenes (PNG and record), the six tags in turn, for supervised training.
 
-    With `mixed` every second caption is one beyond the six kinds (scenes.mixed_record).
+    With `mixed` every second caption is one beyond the six kinds (scenes.mixed_record). `tag_weights` draws the tags
+    (`mixed` among them) at random in this ratio instead.
 
     With probability `noise` one fact of a caption is wrong, as in captions from the web; the record's metadata holds
     the scene that was drawn (`scene`: [[glyph, cell], ...]) and which fact is wrong (`wrong`: "" if none).
@@ -152,18 +154,22 @@ def build_scene_set(
             f"{n} scenes with noise {noise} cannot be made", where="scene set", hint="n >= 1, noise 0 to 1"
         )
     source = {"name": EMOJI_SOURCE, "part": split, "seed": seed, "noise": noise, "mixed": mixed}
-    samples = _scenes(n, noise, seed, split, mixed)
+    source |= {"tag_weights": tag_weights} if tag_weights else {}
+    samples = _scenes(n, noise, seed, split, mixed, tag_weights or {})
     return write_shards(store, prefix, samples, samples_per_shard=samples_per_shard, kind="scenes", source=source)
 
 
-def _scenes(n: int, noise: float, seed: int, split: Split, mixed: bool) -> Iterator[Sample]:
+def _scenes(
+    n: int, noise: float, seed: int, split: Split, mixed: bool, tag_weights: dict[str, float]
+) -> Iterator[Sample]:
     by_tag = {tag: [record for record in compositions(split) if record["tag"] == tag] for tag in TAGS}
     for number in range(n):
         rng = np.random.default_rng([seed, number])
-        candidates = by_tag[TAGS[number // (1 + mixed) % len(TAGS)]]
-        record = candidates[int(rng.integers(len(candidates)))]
-        if mixed and number % 2:
-            record = mixed_record(rng)
+        tag = "mixed" if mixed and number % 2 else TAGS[number // (1 + mixed) % len(TAGS)]
+        if tag_weights:
+            shares = np.array(list(tag_weights.values()), dtype=float)
+            tag = str(rng.choice(list(tag_weights), p=shares / shares.sum()))
+        record = mixed_record(rng) if tag == "mixed" else by_tag[tag][int(rng.integers(len(by_tag[tag])))]
         scene, wrong = noisy_scene_for(record, rng, noise)
         fields = record | {"metadata": {"scene": [list(item) for item in scene], "wrong": wrong}}
         key = f"{number:08d}"

@@ -29,6 +29,7 @@ class SftConfig(BaseModel):
     """What SFT does with a set of captioned pictures.
 
     Args:
+        stop_after: end after this many updates, before the schedule does; None for all.
         updates: optimiser steps; the learning rate is constant, then falls linearly over the last `decay_share`.
         batch_size, parts: pictures a step, and in how many parts with their own number of known tokens.
         draws_per_token: noise levels per unknown token; their logit is normal with mean `noise_logit_mean` and
@@ -45,6 +46,7 @@ class SftConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     updates: int = Field(gt=0)
+    stop_after: int | None = Field(None, gt=0)
     batch_size: int = Field(128, gt=0)
     parts: int = Field(4, gt=0)
     draws_per_token: int = Field(4, gt=0)
@@ -186,7 +188,8 @@ def train_sft(
     fingerprint = json.dumps([config.model_dump(), len(tokens), list(tokens.shape[1:])])
     step, spent = _load_state(state_folder / "state.pt", fingerprint, named, optimizers, ema)
     began, recent, last = time.monotonic() - spent, [], {}
-    while step < config.updates:
+    end = min(config.updates, config.stop_after or config.updates)
+    while step < end:
         rng = np.random.default_rng([config.seed, step])
         rows = rng.integers(len(tokens), size=config.batch_size)
         captions = ["" if rng.random() < config.prompt_drop else prompts[row] for row in rows]
@@ -205,7 +208,7 @@ def train_sft(
         recent.append(loss.item())
         if not math.isfinite(recent[-1]):
             raise UnhealthyError("the SFT loss is not finite", where=f"update {step}", hint="lower the learning rate")
-        if step % config.validate_every == 0 or step == config.updates:
+        if step % config.validate_every == 0 or step == end:
             ema.swap()
             measured = validation_loss(policy, *validation, config)
             ema.swap()
@@ -213,7 +216,7 @@ def train_sft(
             last = {"update": step, "loss": float(np.mean(recent)), "validation_loss": measured, "seconds": seconds}
             recent.clear()
             report(last)
-        if step % config.save_every == 0 or step == config.updates:
+        if step % config.save_every == 0 or step == end:
             _save_state(state_folder / "state.pt", fingerprint, step, time.monotonic() - began, named, optimizers, ema)
     ema.swap()
     return last

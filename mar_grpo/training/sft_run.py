@@ -29,6 +29,7 @@ class SftData(BaseModel):
         source, validation: "emoji" for scenes made on the spot, or the URI of a prompt-set document of kind `scenes`.
         scenes, validation_scenes: how many emoji scenes are made.
         mixed_captions: whether every second emoji scene has a caption beyond the six kinds of evaluation.
+        tag_weights: ratio in which the tags (and `mixed`) are drawn for training; empty: in turn.
         caption_noise: share of emoji scenes that differ from their caption in one fact, as captions from the web do.
     """
 
@@ -39,6 +40,7 @@ class SftData(BaseModel):
     scenes: int = Field(24_000, gt=0)
     validation_scenes: int = Field(512, gt=0)
     mixed_captions: bool = False
+    tag_weights: dict[str, float] = {}
     caption_noise: float = Field(0.0, ge=0, le=1)
     seed: int = 0
 
@@ -80,10 +82,11 @@ def run_sft(recipe: SftRecipe, out: Path, work: Path, report: Callable[[dict[str
 
 def _scene_set(store: Store, split: Split, source: str, count: int, data: SftData) -> PromptSet:
     if source == "emoji":
-        mixed = data.mixed_captions and split == "train"
+        training = split == "train"
         return build_scene_set(
-            store, split, n=count, noise=data.caption_noise, seed=data.seed, split=split, mixed=mixed
-        )
+            store, split, n=count, noise=data.caption_noise, seed=data.seed, split=split,
+            mixed=training and data.mixed_captions, tag_weights=data.tag_weights if training else None,
+        )  # fmt: skip
     document = read_document(source, PromptSet)
     if document.kind != "scenes":
         raise InputError("the set holds prompts without pictures", where=source, hint="SFT needs a set of scenes")
