@@ -4,7 +4,8 @@
 
 A right scene shows what a held-out record asks for: a judge must accept it. A wrong one is that scene after one change
 that makes it wrong: a judge must refuse it. Both are judged as drawn, with the blur and noise of a small autoencoder
-put on, and after the autoencoder of the shipped checkpoint.
+put on, and after the autoencoder of the shipped checkpoint. The autoencoder redraws some blends and halves as whole
+objects, so a picture that counts as wrong there may have become right: read those refusals as a lower bound.
 """
 
 from __future__ import annotations
