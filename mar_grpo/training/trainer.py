@@ -118,6 +118,7 @@ def train(
     config = recipe.training
     if config.threads:
         torch.set_num_threads(config.threads)
+    torch.set_flush_denormal(True)  # GELU's far tail makes them, and they slow CPU matrix products five times
     with Processes() as processes:
         policy = load_policy(fetch_checkpoint(checkpoint, work / f"rank{processes.rank}")).eval().requires_grad_(False)
         trained = trained_parameters(policy, recipe.algorithm.trained)
