@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -50,8 +51,8 @@ def run(
     from mar_grpo.summary import collect
 
     text, work = load_recipe(recipe, set_ or []).model_dump_json(), work.resolve()
-    options = "".join(f" --set {override}" for override in set_ or [])
-    command = f"mar-grpo run --recipe {recipe}{options}" + (f" --store {store}" if store else "")
+    options = ["--recipe", recipe, *(part for override in set_ or [] for part in ("--set", override))]
+    command = shlex.join(["mar-grpo", "run", *options, *(["--store", store] if store else [])])
     with _interruptible(), processes.locked(work), contextlib.ExitStack() as stack:
         own = store is None
         uri = stack.enter_context(serve(work / "store")).uri() if store is None else store

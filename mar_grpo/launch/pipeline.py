@@ -35,13 +35,14 @@ def run_pipeline(parameters: Mapping[str, Any], *, work: Path, show: Callable[[E
     Raises:
         MarGrpoError: a step failed; with the error, so the exit code, that it had there.
     """
-    scratch = work / "tmp"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    scratch, artifacts = work / "tmp", work / "kfp"
+    for folder in (scratch, artifacts):  # KFP's artifacts are copies of what lies in the store
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
     log_path = work / "pipeline.log"
     (work / "parameters.json").write_text(json.dumps(dict(parameters)))
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch), WORK: str(work / "steps")}
-    command = [sys.executable, "-m", "mar_grpo.pipelines.local", str(work / "parameters.json"), str(work / "kfp")]
+    command = [sys.executable, "-m", "mar_grpo.pipelines.local", str(work / "parameters.json"), str(artifacts)]
     failure: Event | None = None
     with open(log_path, "w", encoding="utf-8") as log:
         child = processes.start(command, environment=environment, output=subprocess.PIPE)

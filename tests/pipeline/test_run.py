@@ -34,7 +34,10 @@ def start(recipe: str, work: Path) -> subprocess.Popen[str]:
 def finish(recipe: str, work: Path) -> tuple[list[dict[str, Any]], str]:
     """Run to the end; the events and what was printed after them."""
     process = start(recipe, work)
-    out, errors = process.communicate(timeout=500)
+    try:
+        out, errors = process.communicate(timeout=900)
+    finally:
+        process.kill()
     assert process.returncode == 0, errors
     events = [event for event in map(parse, out.splitlines()) if event]
     return events, "\n".join(line for line in out.splitlines() if not parse(line))
@@ -74,7 +77,8 @@ def updates_as_they_come(process: subprocess.Popen[str]) -> Iterator[int]:
 
 def test_ctrl_c_in_training_ends_everything(short_recipe: str, work: Path) -> None:
     process = start(short_recipe, work)
-    assert next(updates_as_they_come(process)) == 1
+    updates = updates_as_they_come(process)
+    assert [next(updates), next(updates)] == [1, 2]  # so the first is saved
     assert len(left_running(work)) >= 5  # the command, the server, the pipeline, its step, two workers
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
