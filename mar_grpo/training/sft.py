@@ -8,10 +8,13 @@ drawn independently; several noise levels are drawn per token because the head i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,8 +32,8 @@ class SftConfig(BaseModel):
     """What SFT does with a set of captioned pictures.
 
     Args:
-        stop_after: end after this many updates, before the schedule does; None for all.
         updates: optimiser steps; the learning rate is constant, then falls linearly over the last `decay_share`.
+        stop_after: end after this many updates, before the schedule does; None for all.
         batch_size, parts: pictures a step, and in how many parts with their own number of known tokens.
         draws_per_token: noise levels per unknown token; their logit is normal with mean `noise_logit_mean` and
             deviation 1. What an image shows is decided at high noise: a mean above 0 teaches that part more.
@@ -43,7 +46,7 @@ class SftConfig(BaseModel):
         validate_every, save_every: in updates.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     updates: int = Field(gt=0)
     stop_after: int | None = Field(None, gt=0)
@@ -162,7 +165,7 @@ def train_sft(
 ) -> dict[str, float]:
     """Train in place; the policy ends with the averaged weights.
 
-    Continues from `state_folder/state.pt` when it is there and belongs to the same configuration.
+    Continues from `state_folder/state.pt` when it is there and belongs to the same configuration, pictures and start.
 
     Args:
         tokens, prompts: clean tokens float32 [N, L, C] and their N captions.
@@ -173,11 +176,13 @@ def train_sft(
         The last report.
 
     Raises:
-        InputError: nothing to train on, or the state is of another configuration.
+        InputError: nothing to train on, or the state is damaged or another run's.
         UnhealthyError: the loss is not finite.
     """
     if len(tokens) != len(prompts) or not len(tokens):
         raise InputError(f"{len(tokens)} pictures and {len(prompts)} captions", hint="SFT needs as many, at least one")
+    if not len(validation[0]):
+        raise InputError("there are no pictures to validate on")
     torch.set_flush_denormal(True)  # GELU's far tail makes them, and they slow CPU matrix products five times
     for parameter in policy.parameters():
         parameter.requires_grad_(False)
@@ -186,9 +191,13 @@ def train_sft(
         parameter.requires_grad_(True)
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     ema = Ema(named, config.ema_decay)
-    fingerprint = json.dumps([config.model_dump(), len(tokens), list(tokens.shape[1:])])
-    step, spent = _load_state(state_folder / "state.pt", fingerprint, named, optimizers, ema)
-    began, recent, last = time.monotonic() - spent, [], {}
+    content = hashlib.sha256(json.dumps([config.model_dump(), list(tokens.shape), *prompts]).encode())
+    for values in (tokens, *named.values()):
+        content.update(values.detach().contiguous().numpy().data)
+    fingerprint = content.hexdigest()
+    progress = _load_state(state_folder / "state.pt", fingerprint, named, optimizers, ema)
+    step, recent, last = progress.step, progress.recent, progress.last
+    began = time.monotonic() - progress.seconds
     end = min(config.updates, config.stop_after or config.updates)
     while step < end:
         rng = np.random.default_rng([config.seed, step])
@@ -200,15 +209,16 @@ def train_sft(
         encode = policy.text.encode_trainable if config.train_text_encoder else policy.text.encode
         with torch.autocast("cpu", torch.bfloat16, enabled=config.bfloat16):
             loss = sft_loss(policy, tokens[torch.from_numpy(rows)], encode(captions), config, rng)
+        recent.append(loss.item())
+        if not math.isfinite(recent[-1]):
+            hint = "lower the learning rate"
+            raise UnhealthyError("the SFT loss is not finite", where=f"update {step + 1}", hint=hint)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
         step += 1
         ema.update(step)
-        recent.append(loss.item())
-        if not math.isfinite(recent[-1]):
-            raise UnhealthyError("the SFT loss is not finite", where=f"update {step}", hint="lower the learning rate")
         if step % config.validate_every == 0 or step == end:
             ema.swap()
             measured = validation_loss(policy, *validation, config)
@@ -218,7 +228,8 @@ def train_sft(
             recent.clear()
             report(last)
         if step % config.save_every == 0 or step == end:
-            _save_state(state_folder / "state.pt", fingerprint, step, time.monotonic() - began, named, optimizers, ema)
+            progress = Progress(step, time.monotonic() - began, recent, last)
+            _save_state(state_folder / "state.pt", fingerprint, progress, named, optimizers, ema)
     ema.swap()
     return last
 
@@ -236,11 +247,20 @@ def validation_loss(policy: Policy, tokens: Tensor, prompts: Sequence[str], conf
     return total / len(tokens)
 
 
+@dataclass
+class Progress:
+    """Where SFT stands: losses since the last report, and that report (empty before the first)."""
+
+    step: int = 0
+    seconds: float = 0.0
+    recent: list[float] = field(default_factory=list)
+    last: dict[str, float] = field(default_factory=dict)
+
+
 def _save_state(
     path: Path,
     fingerprint: str,
-    step: int,
-    spent: float,
+    progress: Progress,
     named: Mapping[str, nn.Parameter],
     optimizers: Sequence[torch.optim.Optimizer],
     ema: Ema,
@@ -248,8 +268,7 @@ def _save_state(
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
         "fingerprint": fingerprint,
-        "step": step,
-        "seconds": spent,
+        "progress": asdict(progress),
         "parameters": {name: value.detach() for name, value in named.items()},
         "average": ema.average,
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
@@ -265,17 +284,21 @@ def _load_state(
     named: Mapping[str, nn.Parameter],
     optimizers: Sequence[torch.optim.Optimizer],
     ema: Ema,
-) -> tuple[int, float]:
+) -> Progress:
     if not path.exists():
-        return 0, 0.0
-    state = torch.load(path, weights_only=True)
+        return Progress()
+    hint = "give another state folder, or remove this one to start anew"
+    try:
+        state = torch.load(path, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError("the saved SFT state is damaged", where=str(path), hint=hint) from error
     if state["fingerprint"] != fingerprint:
-        hint = "give another state folder, or remove this one to start anew"
-        raise InputError("the saved SFT state belongs to another configuration or data set", where=str(path), hint=hint)
+        what = "the saved SFT state belongs to another configuration, data set or start"
+        raise InputError(what, where=str(path), hint=hint)
     with torch.no_grad():
         for name, value in named.items():
             value.copy_(state["parameters"][name])
             ema.average[name].copy_(state["average"][name])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-    return state["step"], state["seconds"]
+    return Progress(**state["progress"])
