@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from importlib import resources
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,12 +78,15 @@ class Recipe(BaseModel):
             raise ValueError(
                 "sampling.diffusion_steps 1 and the policy gradient do not fit: the last step has no noise"
             )
-        for name, scored, steps in (
-            ("ar_steps", self.algorithm.scored_ar_steps, self.sampling.ar_steps),
-            ("diffusion_steps", self.algorithm.scored_diffusion_steps, self.sampling.diffusion_steps),
+        for few, many in (
+            ("algorithm.scored_ar_steps", "sampling.ar_steps"),
+            ("algorithm.noisiest_diffusion_steps", "sampling.diffusion_steps"),
+            ("algorithm.scored_diffusion_steps", "sampling.diffusion_steps"),
+            ("algorithm.scored_diffusion_steps", "algorithm.noisiest_diffusion_steps"),
         ):
-            if scored is not None and scored > steps:
-                raise ValueError(f"algorithm.scored_{name} {scored} and sampling.{name} {steps} do not fit")
+            part, whole = attrgetter(few)(self), attrgetter(many)(self)
+            if part is not None and whole is not None and part > whole:
+                raise ValueError(f"{few} {part} and {many} {whole} do not fit: more cannot be scored than are made")
         if self.sampling.guidance_renorm < 1 and (
             self.algorithm.scope == "unknown" or self.algorithm.trajectories.count
         ):
