@@ -1,0 +1,103 @@
+"""A whole training run that takes a second: checkpoint, prompts, recipe; also as one process of several.
+
+RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m tests.unit.toy_run FOLDER PREFIX KEY=VALUE...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mar_grpo.config import Recipe, load_recipe
+from mar_grpo.data.prompts import validated
+from mar_grpo.data.shards import Sample, write_shards
+from mar_grpo.documents import DocumentRef, TrainingRun, read_document, write_document
+from mar_grpo.errors import MarGrpoError
+from mar_grpo.models.checkpoint import publish_checkpoint, save_policy
+from mar_grpo.store import Store
+from mar_grpo.training.trainer import train
+from tests.unit import toy
+
+PROMPTS = ("two red apples", "a dog", "a red circle", "a photo of a dog", "a dog and a circle", "two apples")
+RECIPE: dict[str, Any] = {
+    "name": "toy",
+    "sampling": {"ar_steps": 3, "diffusion_steps": 3},
+    "rewards": {"components": {"tests.unit.toy_run:brightness": 1.0, "tests.unit.toy_run:redness": 0.5}},
+    "algorithm": {"trajectories": {"count": 2}, "kl": 0.05},
+    "optimizer": {"kind": "sgd", "learning_rate": 0.05, "warmup_updates": 2},
+    "training": {
+        "updates": 4, "prompts_per_update": 4, "group_size": 3, "micro_batch": 6, "processes": 1, "save_every": 2,
+        "held_out_every": 0,
+    },
+}  # fmt: skip
+
+
+def brightness(images: np.ndarray, records: Sequence[Any]) -> np.ndarray:
+    """Mean over pixels, 0 to 1, in steps of a thousandth: a byte that rounds otherwise on another CPU is not seen."""
+    return np.round(images.mean(axis=(1, 2, 3)) / 255.0, 3)
+
+
+def redness(images: np.ndarray, records: Sequence[Any]) -> np.ndarray:
+    """Mean of red minus green, or its negative where nothing red is asked for; in steps of a thousandth."""
+    sign = np.array([1.0 if "red" in record["prompt"] else -1.0 for record in records])
+    return np.round(sign * (images[..., 0].astype(float) - images[..., 1]).mean(axis=(1, 2)) / 255.0, 3)
+
+
+def nothing(images: np.ndarray, records: Sequence[Any]) -> np.ndarray:
+    """A reward that cannot tell pictures apart."""
+    return np.full(len(images), 0.25)
+
+
+def broken_for_dogs(images: np.ndarray, records: Sequence[Any]) -> np.ndarray:
+    """A scorer with a hole: no number for the pictures of one prompt."""
+    return np.array([np.nan if record["prompt"] == "a dog" else 1.0 for record in records])
+
+
+def prepare(folder: Path) -> None:
+    """Publish the checkpoint and the prompts in a file store."""
+    store = Store(folder / "store")
+    store.make_root()
+    checkpoint = publish_checkpoint(save_policy(toy.policy(), folder / "policy"), store, "checkpoint", step=0)
+    samples = [
+        Sample(key=f"{number:04d}", record=validated({"prompt": prompt, "tag": "toy", "include": []}, where="toy"))
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    prompts = write_document(
+        store, "prompts.json",
+        write_shards(store, "prompts", samples, samples_per_shard=4, kind="prompts", source={"name": "toy"}),
+    )  # fmt: skip
+    references = {"checkpoint": checkpoint.model_dump(), "prompts": prompts.model_dump()}
+    (folder / "references.json").write_text(json.dumps(references))
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe(json.dumps(RECIPE), overrides)
+
+
+def run(folder: Path, prefix: str, *overrides: str, **options: Any) -> tuple[TrainingRun | None, list[dict[str, Any]]]:
+    """Train in this process; returns the document and the rows that were reported."""
+    references = json.loads((folder / "references.json").read_text())
+    rows: list[dict[str, Any]] = []
+    reference = train(
+        recipe(*overrides),
+        Store(folder / "store"),
+        prefix,
+        checkpoint=DocumentRef.model_validate(references["checkpoint"]),
+        prompts=DocumentRef.model_validate(references["prompts"]),
+        work=folder / "work",
+        **{"held_out": None, "report": rows.append} | options,
+    )
+    return (read_document(reference, TrainingRun) if reference else None), rows
+
+
+if __name__ == "__main__":
+    try:
+        run(Path(sys.argv[1]), *sys.argv[2:])
+    except MarGrpoError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
