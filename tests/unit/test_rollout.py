@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -133,6 +133,15 @@ def guided_head(
 
 def at(values: Tensor, places: Tensor) -> Tensor:
     return values.gather(1, places[..., None].expand(-1, -1, values.shape[-1]))
+
+
+def test_what_is_thrown_away_has_noise_of_its_own(policy: Policy) -> None:
+    """No number of it is one of the image's, or of another AR step's: streams that overlap share a thousand."""
+    steps = rolled(policy, recorded=range(5), scope="unknown").steps
+    _, noise = draw_noise(KEYS, policy.num_tokens, policy.token_dim, SAMPLING.diffusion_steps + 1)
+    streams = [noise.flatten().tolist(), *(step.path[0][:, step.num_committed :].flatten().tolist() for step in steps)]
+    for first, second in combinations(streams, 2):
+        assert len(set(first) & set(second)) < 10
 
 
 def test_tokens_before_are_those_of_the_step_before(policy: Policy) -> None:
