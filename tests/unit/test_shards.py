@@ -112,7 +112,7 @@ def test_emoji_prompts_are_balanced_and_separate(file_store: Store) -> None:
         sides[part] = samples
     tags = Counter(sample.record.tag for sample in sides["train"])
     assert set(tags) == set(TAGS)
-    assert max(tags.values()) < 1.5 * min(tags.values())
+    assert max(tags.values()) < 2 * min(tags.values())  # whole repetitions come within a third of the ideal
     asked = [{s.record.asked("composition") for s in side} for side in sides.values()]
     assert not asked[0] & asked[1]
     assert {sample.record.tag for sample in sides["evaluation"][:6]} == set(TAGS)
