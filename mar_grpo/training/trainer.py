@@ -250,6 +250,8 @@ def _update(
     for sums in processes.gather(vars(parts)):
         merged.merge(LossParts(**sums))
     numbers = {"gradient_norm": norm, **merged.means()}
+    if reference is None:
+        del numbers["kl"]  # not measured is not zero
     live_groups = torch.zeros(config.prompts_per_update, dtype=torch.bool)
     for name, table in grouped.items():
         numbers[f"reward/{name}"] = table.double().mean().item()
