@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from mar_grpo.data.prompts import PromptRecord, read_prompt_file, validated
-from mar_grpo.data.scenes import TAGS, Split, compositions, mixed_record, noisy_scene_for, render
+from mar_grpo.data.scenes import TAGS, Split, compositions, mixed_record, noisy_scene_for, related_record, render
 from mar_grpo.data.shards import Sample, write_shards
 from mar_grpo.data.stream import DataConfig, permutation
 from mar_grpo.documents import PromptSet
@@ -23,6 +23,7 @@ from mar_grpo.errors import InputError
 from mar_grpo.store import Store
 
 EMOJI_SOURCE = "emoji"
+MORE_CAPTIONS = {"mixed": mixed_record, "related": related_record}  # beyond the six kinds of evaluation
 Part = Literal["train", "evaluation"]
 
 
@@ -144,7 +145,7 @@ def build_scene_set(
     """Write `n` captioned scenes (PNG and record), the six tags in turn, for supervised training.
 
     With `mixed` every second caption is one beyond the six kinds (scenes.mixed_record). `tag_weights` draws the tags
-    (`mixed` among them) at random in this ratio instead.
+    at random in this ratio instead, with `mixed` and `related` (scenes.related_record) among them.
 
     With probability `noise` one fact of a caption is wrong, as in captions from the web; the record's metadata holds
     the scene that was drawn (`scene`: [[glyph, cell], ...]) and which fact is wrong (`wrong`: "" if none).
@@ -169,7 +170,10 @@ def _scenes(
         if tag_weights:
             shares = np.array(list(tag_weights.values()), dtype=float)
             tag = str(rng.choice(list(tag_weights), p=shares / shares.sum()))
-        record = mixed_record(rng) if tag == "mixed" else by_tag[tag][int(rng.integers(len(by_tag[tag])))]
+        if tag in MORE_CAPTIONS:
+            record = MORE_CAPTIONS[tag](rng)
+        else:
+            record = by_tag[tag][int(rng.integers(len(by_tag[tag])))]
         scene, wrong = noisy_scene_for(record, rng, noise)
         fields = record | {"metadata": {"scene": [list(item) for item in scene], "wrong": wrong}}
         key = f"{number:08d}"

@@ -22,7 +22,7 @@ CELL_PX = 32
 CELLS = 4
 BACKGROUND = (214, 226, 236)
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-MAX_WORDS = 12
+MAX_WORDS = 12  # what the text encoder of the small model reads
 RELATIONS = ("left of", "right of", "above", "below")
 HELD_OUT_SHARE = {"scarce": 0.4, "plain pair": 0.25}  # compositions of one entry or with colours are few
 
@@ -89,6 +89,19 @@ def mixed_record(rng: np.random.Generator) -> Record:
         fits = sum(entry["count"] for entry in include) <= CELLS and len(record["prompt"].split()) <= MAX_WORDS
         if fits and _never_asked_together(include):
             return record
+
+
+def related_record(rng: np.random.Generator) -> Record:
+    """A caption beyond the six kinds, for SFT: two different things in a relation, at least one of them coloured.
+
+    What "left of" means is learnt from many pairs; none of these is a pair that evaluation asks about.
+    """
+    while True:
+        first, second = (str(name) for name in rng.permutation(CLASSES)[:2])
+        tints = [str(rng.choice(COLORS)) if name in SHAPES and rng.random() < 0.8 else None for name in (first, second)]
+        include = [_entry(second, color=tints[1]), _entry(first, color=tints[0])]
+        if any(tints) and _never_asked_together(include):
+            return _record("related", [include[0], include[1] | {"position": [str(rng.choice(RELATIONS)), 0]}])
 
 
 def _never_asked_together(include: list[Record]) -> bool:

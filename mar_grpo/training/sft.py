@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from mar_grpo.errors import InputError, UnhealthyError
 from mar_grpo.models.policy import Policy
+from mar_grpo.training.muon import Muon
 
 
 class SftConfig(BaseModel):
@@ -143,7 +144,7 @@ def make_optimizers(policy: Policy, config: SftConfig) -> tuple[dict[str, nn.Par
     ]
     if matrices:
         optimizers.append(
-            torch.optim.Muon(matrices, lr=config.muon_learning_rate, momentum=0.95, weight_decay=config.weight_decay)
+            Muon(matrices, lr=config.muon_learning_rate, momentum=0.95, weight_decay=config.weight_decay)
         )
     return named, optimizers
 
@@ -183,7 +184,6 @@ def train_sft(
         raise InputError(f"{len(tokens)} pictures and {len(prompts)} captions", hint="SFT needs as many, at least one")
     if not len(validation[0]):
         raise InputError("there are no pictures to validate on")
-    torch.set_flush_denormal(True)  # GELU's far tail makes them, and they slow CPU matrix products five times
     for parameter in policy.parameters():
         parameter.requires_grad_(False)
     named, optimizers = make_optimizers(policy, config)

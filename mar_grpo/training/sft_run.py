@@ -29,7 +29,7 @@ class SftData(BaseModel):
         source, validation: "emoji" for scenes made on the spot, or the URI of a prompt-set document of kind `scenes`.
         scenes, validation_scenes: how many emoji scenes are made.
         mixed_captions: whether every second emoji scene has a caption beyond the six kinds of evaluation.
-        tag_weights: ratio in which the tags (and `mixed`) are drawn for training; empty: in turn.
+        tag_weights: ratio in which the tags (and `mixed`, `related`) are drawn for training; empty: in turn.
         caption_noise: share of emoji scenes that differ from their caption in one fact, as captions from the web do.
     """
 
@@ -64,6 +64,9 @@ def run_sft(recipe: SftRecipe, out: Path, work: Path, report: Callable[[dict[str
         work: state and shards live here; a second call with the same recipe goes on from them.
         report: gets one dict a progress point.
     """
+    # GELU's far tail makes denormals, which slow CPU matrix products five times; the pool's threads inherit the flag
+    # when they start, so it is set before the first of them does.
+    torch.set_flush_denormal(True)
     folder = fetch_checkpoint(recipe.checkpoint, work / "checkpoints", sha256=recipe.checkpoint_sha256)
     policy = load_policy(folder)
     store = Store(work / "scenes")
