@@ -15,7 +15,16 @@ from typing import Literal
 import numpy as np
 
 from mar_grpo.data.prompts import PromptRecord, read_prompt_file, validated
-from mar_grpo.data.scenes import TAGS, Split, compositions, mixed_record, noisy_scene_for, related_record, render
+from mar_grpo.data.scenes import (
+    TAGS,
+    Split,
+    compositions,
+    mixed_record,
+    noisy_scene_for,
+    placed_record,
+    related_record,
+    render,
+)
 from mar_grpo.data.shards import Sample, write_shards
 from mar_grpo.data.stream import DataConfig, permutation
 from mar_grpo.documents import PromptSet
@@ -23,7 +32,7 @@ from mar_grpo.errors import InputError
 from mar_grpo.store import Store
 
 EMOJI_SOURCE = "emoji"
-MORE_CAPTIONS = {"mixed": mixed_record, "related": related_record}  # beyond the six kinds of evaluation
+MORE_CAPTIONS = {"mixed": mixed_record, "related": related_record, "placed": placed_record}  # beyond the six kinds
 Part = Literal["train", "evaluation"]
 
 
@@ -145,7 +154,7 @@ def build_scene_set(
     """Write `n` captioned scenes (PNG and record), the six tags in turn, for supervised training.
 
     With `mixed` every second caption is one beyond the six kinds (scenes.mixed_record). `tag_weights` draws the tags
-    at random in this ratio instead, with `mixed` and `related` (scenes.related_record) among them.
+    at random in this ratio instead, with `mixed`, `related` and `placed` (those of scenes.py) among them.
 
     With probability `noise` one fact of a caption is wrong, as in captions from the web; the record's metadata holds
     the scene that was drawn (`scene`: [[glyph, cell], ...]) and which fact is wrong (`wrong`: "" if none).
@@ -170,12 +179,11 @@ def _scenes(
         if tag_weights:
             shares = np.array(list(tag_weights.values()), dtype=float)
             tag = str(rng.choice(list(tag_weights), p=shares / shares.sum()))
-        if tag in MORE_CAPTIONS:
-            record = MORE_CAPTIONS[tag](rng)
-        else:
-            record = by_tag[tag][int(rng.integers(len(by_tag[tag])))]
+        record = MORE_CAPTIONS[tag](rng) if tag in MORE_CAPTIONS else by_tag[tag][int(rng.integers(len(by_tag[tag])))]
         scene, wrong = noisy_scene_for(record, rng, noise)
-        fields = record | {"metadata": {"scene": [list(item) for item in scene], "wrong": wrong}}
+        fields = record | {
+            "metadata": record.get("metadata", {}) | {"scene": [list(item) for item in scene], "wrong": wrong}
+        }
         key = f"{number:08d}"
         yield Sample(key=key, record=validated(fields, where=f"scene {key}"), png=_png(render(scene)))
 

@@ -24,6 +24,7 @@ BACKGROUND = (214, 226, 236)
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 MAX_WORDS = 12  # what the text encoder of the small model reads
 RELATIONS = ("left of", "right of", "above", "below")
+_OPPOSITES = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 HELD_OUT_SHARE = {"scarce": 0.4, "plain pair": 0.25}  # compositions of one entry or with colours are few
 
 Record = dict[str, Any]
@@ -92,16 +93,40 @@ def mixed_record(rng: np.random.Generator) -> Record:
 
 
 def related_record(rng: np.random.Generator) -> Record:
-    """A caption beyond the six kinds, for SFT: two different things in a relation, at least one of them coloured.
+    """A caption beyond the six kinds, for SFT: two different things in a relation, most shapes of them coloured.
 
-    What "left of" means is learnt from many pairs; none of these is a pair that evaluation asks about.
+    Of pairs that evaluation never asks about.
     """
     while True:
-        first, second = (str(name) for name in rng.permutation(CLASSES)[:2])
-        tints = [str(rng.choice(COLORS)) if name in SHAPES and rng.random() < 0.8 else None for name in (first, second)]
-        include = [_entry(second, color=tints[1]), _entry(first, color=tints[0])]
-        if any(tints) and _never_asked_together(include):
-            return _record("related", [include[0], include[1] | {"position": [str(rng.choice(RELATIONS)), 0]}])
+        second, first = _two_things(rng)
+        if _never_asked_together([second, first]):
+            return _record("related", [second, first | {"position": [str(rng.choice(RELATIONS)), 0]}])
+
+
+def placed_record(rng: np.random.Generator) -> Record:
+    """A caption beyond the six kinds, for SFT: where each of one or two things is ("a cat left and a dog right").
+
+    "X left of Y" alone is not learnt: word, thing and place only matter together. A word that says where one thing is
+    has an effect of its own, and what it means carries over.
+    """
+    while True:
+        second, first = _two_things(rng)
+        relation = str(rng.choice(RELATIONS))
+        word, other_word = relation.split()[0], _OPPOSITES[relation].split()[0]
+        if rng.random() < 0.5:
+            if split_of({"include": [first]}) == "train":
+                record = _record("placed", [first])
+                return record | {"prompt": f"{record['prompt']} {word}", "metadata": {"place": relation}}
+        elif _never_asked_together([second, first]):
+            record = _record("placed", [second, first | {"position": [relation, 0]}])
+            return record | {"prompt": f"a photo of {_phrase(first)} {word} and {_phrase(second)} {other_word}"}
+
+
+def _two_things(rng: np.random.Generator) -> list[Record]:
+    names = [str(name) for name in rng.permutation(CLASSES)[:2]]
+    return [
+        _entry(name, color=str(rng.choice(COLORS)) if name in SHAPES and rng.random() < 0.8 else None) for name in names
+    ]
 
 
 def _never_asked_together(include: list[Record]) -> bool:
@@ -149,9 +174,11 @@ def scene_for(record: Record, rng: np.random.Generator) -> Scene:
         for _ in range(entry["count"])
     ]
     position = record["include"][-1].get("position")
+    place = record.get("metadata", {}).get("place")
     while True:
         cells = rng.permutation(CELLS)[: len(glyphs)]
-        if position is None or holds(position[0], int(cells[1]), int(cells[0])):
+        related = position is None or holds(position[0], int(cells[1]), int(cells[0]))
+        if related and (place is None or holds(place, int(cells[0]), CELLS - 1 - int(cells[0]))):
             return _scene(zip(glyphs, cells, strict=True))
 
 
