@@ -1,4 +1,4 @@
-"""The image autoencoder: diffusers' AutoencoderKL, its latent scale, and the two conversions to and from bytes.
+"""The image autoencoder: diffusers' AutoencoderKL, its latent scale, and the conversions to and from bytes.
 
 Latents are what the generator sees: (posterior mean - offset) / spread * scaling_factor. `offset` and `spread` are the
 configuration's `latents_mean` and `latents_std` (one number a channel) where given, else `shift_factor` and 1.
@@ -7,7 +7,7 @@ configuration's `latents_mean` and `latents_std` (one number a channel) where gi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +24,15 @@ CHUNK_PIXELS = 2**18  # images coded at once: 64 of 64 x 64 px, one of 512 x 512
 
 
 class Vae(nn.Module):
-    """Images uint8 [B, H, W, 3] <-> latents float32 [B, c, h, w]."""
+    """Images uint8 [B, H, W, 3] <-> latents float32 [B, c, h, w].
 
-    def __init__(self, model: AutoencoderKL) -> None:
+    Args:
+        to_bytes: pixels [B, 3, H, W] in [-1, 1] -> images; model families differ in how they round.
+    """
+
+    def __init__(self, model: AutoencoderKL, to_bytes: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.to_bytes = model, to_bytes or nova_bytes
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], generator: torch.Generator | None = None) -> Vae:
@@ -83,7 +87,7 @@ class Vae(nn.Module):
     def decode(self, latents: Tensor) -> Tensor:
         """Images uint8 [B, H, W, 3] of latents [B, c, h, w]."""
         chunks = latents.split(max(1, CHUNK_PIXELS // (latents[0, 0].numel() * self.stride**2)))
-        return torch.cat([to_bytes(self.decode_float(part)) for part in chunks])
+        return torch.cat([self.to_bytes(self.decode_float(part)) for part in chunks])
 
     def decode_float(self, latents: Tensor) -> Tensor:
         """Pixels float32 [B, 3, H, W], about [-1, 1] and not clamped, of scaled latents; with gradient."""
@@ -111,6 +115,20 @@ def to_pixels(images: Tensor) -> Tensor:
     return images.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def to_bytes(pixels: Tensor) -> Tensor:
+def nova_bytes(pixels: Tensor) -> Tensor:
     """Images uint8 [B, H, W, 3] of pixels [B, 3, H, W]: clamp(127.5 x + 127.5), truncated (NOVA's conversion)."""
-    return (127.5 * pixels + 127.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    return _bytes(127.5 * pixels + 127.5)
+
+
+def harmon_bytes(pixels: Tensor) -> Tensor:
+    """As `nova_bytes`: clamp(127.5 x + 128), truncated (Harmon's conversion)."""
+    return _bytes(127.5 * pixels + 128)
+
+
+def mar_bytes(pixels: Tensor) -> Tensor:
+    """As `nova_bytes`: clamp((x + 1) / 2 * 255), rounded half to even (the conversion of MAR's evaluation)."""
+    return _bytes(((pixels + 1) / 2 * 255).round())
+
+
+def _bytes(levels: Tensor) -> Tensor:
+    return levels.clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()

@@ -11,7 +11,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from mar_grpo.errors import InputError
 from mar_grpo.models import vae as vae_module
-from mar_grpo.models.vae import Vae, to_bytes, to_pixels
+from mar_grpo.models.vae import Vae, nova_bytes, to_pixels
 from tests.unit import tiny
 
 
@@ -34,7 +34,7 @@ def test_latents_are_the_scaled_mean_of_diffusers() -> None:
     latents = vae.encode(pictures(2))
     assert latents.shape == (2, 4, 8, 8) and latents.dtype == torch.float32
     torch.testing.assert_close(latents, expected)
-    assert torch.equal(vae.decode(latents), to_bytes(decoded))
+    assert torch.equal(vae.decode(latents), nova_bytes(decoded))
 
 
 def test_statistics_per_channel_replace_the_shift() -> None:
@@ -48,7 +48,7 @@ def test_statistics_per_channel_replace_the_shift() -> None:
 
 def test_bytes_are_clamped_and_truncated() -> None:
     pixels = torch.tensor([-2.0, -1.0, 0.0, 0.999, 1.0, 3.0]).view(1, 1, 1, 6).expand(1, 3, 1, 6)
-    assert to_bytes(pixels)[0, 0, :, 0].tolist() == [0, 0, 127, 254, 255, 255]
+    assert nova_bytes(pixels)[0, 0, :, 0].tolist() == [0, 0, 127, 254, 255, 255]
 
 
 def test_decoding_does_not_change_its_input() -> None:
