@@ -10,10 +10,8 @@ The head runs on committed tokens only, except where a recorded step also wants 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -49,12 +47,6 @@ class SamplingConfig(BaseModel):
     guidance_renorm: float = Field(1.0, gt=0, le=1)
     noise_level: float = Field(0.7, ge=0, allow_inf_nan=False)
     batch_size: int = Field(128, gt=0)
-
-
-def mask_schedule(num_tokens: int, ar_steps: int) -> list[int]:
-    """Tokens committed by each AR step: differences of round(L cos(pi k / 2K)); empty steps are dropped (NOVA)."""
-    left = [round(num_tokens * math.cos(0.5 * math.pi * k / ar_steps)) for k in range(ar_steps + 1)]
-    return [now - after for now, after in pairwise(left) if now > after]
 
 
 def noise_key(*parts: int) -> int:
@@ -181,7 +173,7 @@ def roll_out(
     Args:
         guided: the policy under each image's prompt.
         keys: noise key of each image.
-        recorded: AR steps (of `mask_schedule`) to record.
+        recorded: AR steps (of `Policy.mask_schedule`) to record.
         scope: which tokens have a trajectory in a recorded step.
         keep_before: also keep what unknown tokens looked like one AR step earlier (delta consistency).
 
@@ -194,7 +186,7 @@ def roll_out(
         raise InputError(
             f"{sampling.ar_steps} AR steps for {length} tokens", where="ar_steps", hint=f"use at most {length}"
         )
-    counts = mask_schedule(length, sampling.ar_steps)
+    counts = policy.mask_schedule(sampling.ar_steps)
     schedule = policy.schedule(sampling.diffusion_steps, eta=sampling.noise_level)
     order, noise = draw_noise(keys, length, channels, schedule.num_steps + 1)
     batch = len(keys)

@@ -1,4 +1,4 @@
-"""Transformer blocks of the NOVA trunk and the way any of our modules gets its first values.
+"""Transformer blocks of the trunks and the way any of our modules gets its first values.
 
 Modules here never draw from the global generator: `Linear` and `Conv2d` start as zeros and are filled either from a
 checkpoint or by `initialise`.
@@ -11,6 +11,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mar_grpo.errors import InputError
 
 
 class Linear(nn.Linear):
@@ -78,10 +80,10 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """fc2(GELU(fc1(x))), exact (erf) GELU."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, ratio: float = 4.0) -> None:
         super().__init__()
-        self.fc1 = Linear(width, 4 * width)
-        self.fc2 = Linear(4 * width, width)
+        self.fc1 = Linear(width, int(ratio * width))
+        self.fc2 = Linear(int(ratio * width), width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x)))
@@ -103,6 +105,22 @@ class Block(nn.Module):
         return out + self.norm2(self.mlp(out))
 
 
+class PreNormBlock(nn.Module):
+    """Residual pre-norm block (ViT): x + attn(norm1(x)), then x + mlp(norm2(x))."""
+
+    def __init__(self, width: int, num_heads: int, mlp_ratio: float = 4.0, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=eps)
+        self.attn = Attention(width, num_heads)
+        self.norm2 = nn.LayerNorm(width, eps=eps)
+        self.mlp = Mlp(width, mlp_ratio)
+
+    def forward(self, x: Tensor, query: Tensor | None = None) -> Tensor:
+        """x [B, N, D] -> [B, N, D]; with `query` [B, M, D] (rows of x) only those rows -> [B, M, D]."""
+        out = x + self.attn(self.norm1(x)) if query is None else query + self.attn(self.norm1(x), self.norm1(query))
+        return out + self.mlp(self.norm2(out))
+
+
 class VisionTransformer(nn.Module):
     """The parts of one NOVA encoder (published key names); `nova.py` decides which tokens pass through which block."""
 
@@ -111,6 +129,23 @@ class VisionTransformer(nn.Module):
         self.patch_embed = PatchEmbed(channels, patch, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=1e-5)
+
+
+def known_places(known: Tensor, num_known: int | None = None) -> Tensor:
+    """Indices of the True of each row of `known` [B, L] in raster order, int64 [B, num_known].
+
+    Args:
+        num_known: True in each row, when the caller knows it; saves a device synchronisation and the check.
+
+    Raises:
+        InputError: rows have different numbers of them.
+    """
+    if num_known is None:
+        counts = known.sum(dim=1).tolist()
+        num_known = int(counts[0])
+        if any(count != num_known for count in counts):
+            raise InputError("all rows of a call need the same number of known tokens", where=f"counts {counts}")
+    return known.byte().argsort(dim=1, descending=True, stable=True)[:, :num_known]
 
 
 def position_table(height: int, width: int, dim: int) -> Tensor:

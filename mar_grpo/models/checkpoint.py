@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from mar_grpo.documents import Checkpoint, CheckpointFile, DocumentRef, read_document, write_document
 from mar_grpo.errors import InputError, UnhealthyError
-from mar_grpo.models.policy import Policy
+from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.models.text import PAD, UNKNOWN
 from mar_grpo.store import Store, canonical_json, store_for
 from mar_grpo.transports import explain_local
@@ -47,7 +47,7 @@ _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": 
 # --- load --------------------------------------------------------------------------------------------------------
 
 
-def load_policy(folder: str | os.PathLike[str]) -> Policy:
+def load_policy(folder: str | os.PathLike[str]) -> NovaPolicy:
     """The policy of a published or saved folder, float32 on the CPU, in eval mode.
 
     Raises:
@@ -61,7 +61,7 @@ def load_policy(folder: str | os.PathLike[str]) -> Policy:
     family = read_config(index).get("_class_name")
     if family != FAMILY:
         raise InputError(f"checkpoint family {family} is not supported, {FAMILY} is", where=f"{index}: _class_name")
-    policy = Policy.from_configs(
+    policy = NovaPolicy.from_configs(
         read_config(folder / "transformer/config.json"),
         read_config(folder / "vae/config.json"),
         read_config(folder / "text_encoder/config.json"),
@@ -180,7 +180,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 # --- save --------------------------------------------------------------------------------------------------------
 
 
-def save_policy(policy: Policy, folder: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Path:
+def save_policy(policy: NovaPolicy, folder: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Path:
     """Write a policy in the published layout; the folder appears complete or not at all, and replaces an older one.
 
     Args:

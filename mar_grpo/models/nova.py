@@ -6,8 +6,10 @@ out (ph, pw, c) with the channel fastest, row-major over the grid. `known` masks
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mar_grpo.errors import InputError
-from mar_grpo.models.blocks import Linear, VisionTransformer, initialise, position_table
+from mar_grpo.models.blocks import Linear, VisionTransformer, initialise, known_places, position_table
 from mar_grpo.models.heads import TIME_DIM, DiffusionHead
 
 PUBLISHED_HEADS = {768: 12, 1024: 16, 1536: 16}
@@ -124,6 +126,12 @@ class NovaConfig(BaseModel):
     @property
     def token_dim(self) -> int:
         return self.patch * self.patch * self.image_dim
+
+
+def mask_schedule(num_tokens: int, ar_steps: int) -> list[int]:
+    """Tokens committed by each AR step: differences of round(L cos(pi k / 2K)); empty steps are dropped."""
+    left = [round(num_tokens * math.cos(0.5 * math.pi * k / ar_steps)) for k in range(ar_steps + 1)]
+    return [now - after for now, after in pairwise(left) if now > after]
 
 
 def _arch(name: str, kind: str) -> tuple[int, int]:
@@ -269,13 +277,9 @@ class NovaTransformer(nn.Module):
         Raises:
             InputError: rows have different numbers of known tokens.
         """
-        if num_known is None:
-            counts = known.sum(dim=1).tolist()
-            num_known = counts[0]
-            if any(count != num_known for count in counts):
-                raise InputError("all rows of a call need the same number of known tokens", where=f"counts {counts}")
         frame_tokens = cond.shape[1]
-        places = known.byte().argsort(dim=1, descending=True, stable=True)[:, :num_known, None]
+        places = known_places(known, num_known)[..., None]
+        num_known = places.shape[1]
         cond = cond.to(self.image_pos.dtype)
         given = self.image_encoder.patch_embed(tokens.gather(1, places.expand(-1, -1, tokens.shape[2])))
         x = torch.cat([cond, given + self.image_pos[places[..., 0]]], dim=1)

@@ -1,30 +1,32 @@
-"""The policy: one interface over transformer, autoencoder, text encoder and schedule (architecture section 3).
+"""The policy: the one interface of every family to rollout, loss and evaluation (architecture section 3).
 
-Shapes: B images, L tokens an image, C channels of a token, D trunk width, Lt text rows, Nv condition tokens.
+Each family's subclass stands in the file of its model: `NovaPolicy`, `MarPolicy`, `HarmonPolicy`.
+
+Shapes: B images, L tokens an image, C channels of a token, D trunk width, W head width, N condition tokens of F
+features, P channels of a prediction (C, or 2 C where the variance is learned: [prediction | variance]).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from mar_grpo.diffusion import ddpm, flow
 from mar_grpo.diffusion.gaussian import Schedule
-from mar_grpo.errors import InputError
-from mar_grpo.models.nova import NovaConfig, NovaTransformer
-from mar_grpo.models.text import TextEncoder
-from mar_grpo.models.vae import Vae
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """What the prompts of a batch say: text [B, Lt, text_dim], and the rows that stand for no prompt [Lt, text_dim]."""
+    """What the prompts of a batch say, text [B, R, F], and the rows that stand for no prompt, empty [R', F].
+
+    NOVA: padded text features. MAR: the class number, int64 [B, 1, 1] (-1: none). Harmon: the frozen prompt cache.
+    """
 
     text: Tensor
     empty: Tensor
@@ -34,90 +36,59 @@ class Conditioning:
         return Conditioning(self.empty.expand(batch or len(self.text), -1, -1), self.empty)
 
 
-class Policy(nn.Module):
-    """A generator that reinforcement learning can train. Autoencoder and text encoder start frozen.
+class Policy(nn.Module, ABC):
+    """A generator that reinforcement learning can train.
 
-    Raises:
-        InputError: the parts do not fit together.
+    Attributes:
+        transformer: the network that is trained, diffusion head included; its keys are the published ones. All other
+            parts are frozen.
     """
 
-    def __init__(self, transformer: NovaTransformer, vae: Vae, text: TextEncoder, scheduler: Mapping[str, Any]) -> None:
-        super().__init__()
-        config = transformer.config
-        for what, ours, theirs in (
-            ("image_dim against vae latent_channels", config.image_dim, vae.config["latent_channels"]),
-            ("image_stride against pixels per vae latent", config.image_stride, vae.stride),
-            ("text_token_dim against text_encoder hidden_size", config.text_token_dim, text.dim),
-        ):
-            if ours != theirs:
-                raise InputError(f"parts do not fit: {what}, {ours} != {theirs}", where="transformer/config.json")
-        self.transformer, self.scheduler_config = transformer, dict(scheduler)
-        self.vae, self.text = vae.requires_grad_(False), text.requires_grad_(False)
-        self.schedule(1)
-
-    @classmethod
-    def from_configs(
-        cls,
-        transformer: Mapping[str, Any],
-        vae: Mapping[str, Any],
-        text: Mapping[str, Any],
-        tokenizer: Tokenizer,
-        scheduler: Mapping[str, Any],
-        generator: torch.Generator | None = None,
-    ) -> Policy:
-        """A new policy from the contents of the published config files, filled from `generator`.
-
-        Without a generator no weight has a meaning yet (autoencoder and text encoder stay on the meta device).
-        """
-        config = NovaConfig.from_dict(dict(transformer))
-        model = NovaTransformer(config)
-        if generator:
-            model.initialise_parameters(generator)
-        encoder = TextEncoder.from_config(text, tokenizer, config.text_token_len, generator)
-        return cls(model, Vae.from_config(vae, generator), encoder, scheduler)
+    transformer: Any
+    vae: Any
+    text: Any
+    pad_text: Any
 
     @property
+    @abstractmethod
     def num_tokens(self) -> int:
         """L."""
-        return self.transformer.config.num_tokens
 
     @property
+    @abstractmethod
     def token_dim(self) -> int:
         """C."""
-        return self.transformer.config.token_dim
 
     @property
     def device(self) -> torch.device:
         """Where the transformer's weights are."""
-        return self.transformer.text_embed.weight.device
+        return next(self.transformer.parameters()).device
 
-    def schedule(self, num_steps: int, *, eta: float = 0.7, last_step_deterministic: bool = True) -> Schedule:
+    @abstractmethod
+    def schedule(self, num_steps: int | str, *, eta: float = 0.7, last_step_deterministic: bool = True) -> Schedule:
         """The checkpoint's diffusion schedule with `num_steps` inference steps.
 
-        `eta` (0: the ODE) and `last_step_deterministic` belong to a flow; the noise of DDPM is its scheduler's own.
+        Args:
+            num_steps: T; a respacing string where the family knows them ("ddim10").
+            eta, last_step_deterministic: of a flow (eta 0: the ODE); the noise of DDPM is its scheduler's own.
 
         Raises:
             InputError: the scheduler's class, a key or a value is not supported.
         """
-        if self.scheduler_config.get("_class_name") == ddpm.FAMILY:
-            return ddpm.DdpmSchedule.from_config(self.scheduler_config, num_steps).to(self.device)
-        return flow.FlowSchedule.from_config(
-            self.scheduler_config, num_steps, eta=eta, last_step_deterministic=last_step_deterministic
-        ).to(self.device)
 
+    @abstractmethod
+    def mask_schedule(self, ar_steps: int) -> list[int]:
+        """Tokens that each of `ar_steps` AR steps commits; they sum to L, steps that commit none are dropped."""
+
+    @abstractmethod
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
-        """Text features of each prompt, padded with the transformer's stored rows. Cached per prompt, no gradient."""
-        return self.pad_text(self.text.encode(prompts))
+        """What the prompts say, without gradient; InputError names a prompt the family cannot take."""
 
-    def pad_text(self, features: Sequence[Tensor]) -> Conditioning:
-        """Conditioning of given text features [n_i, text_dim] each (SFT passes `text.encode_trainable(...)`)."""
-        length = self.transformer.config.text_token_len
-        return Conditioning(self.transformer.pad_text(features), self.transformer.text_embed.weight[:length])
-
+    @abstractmethod
     def condition(self, conditioning: Conditioning) -> Tensor:
-        """Condition tokens [B, Nv, D]; gradient flows. They depend on the prompt only: one call serves all AR steps."""
-        return self.transformer.condition(conditioning.text)
+        """Condition tokens [B, N, F]. They depend on the prompt only: one call serves all AR steps."""
 
+    @abstractmethod
     def ar_latents(
         self,
         tokens: Tensor,
@@ -127,36 +98,50 @@ class Policy(nn.Module):
         num_known: int | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """z [B, L, D] of tokens [B, L, C], `known` [B, L] are committed; gradient flows (see NovaTransformer)."""
-        return self.transformer.ar_latents(tokens, known, cond, num_known=num_known, wanted=wanted)
+        """Conditioning z of the head; gradient flows.
+
+        Args:
+            tokens: [B, L, C]; values at unknown places are never read.
+            known: bool [B, L], True where committed, as many in each row.
+            cond: [B, N, F] from `condition`.
+            num_known: that number, when the caller knows it; saves a device synchronisation and the check.
+            wanted: int64 [B, M] token indices; only their z is returned.
+
+        Returns:
+            z [B, L, D], or [B, M, D] with `wanted`.
+        """
 
     def head(self, x_t: Tensor, t: Tensor, z: Tensor) -> Tensor:
-        """Prediction float32 [..., C] for noisy tokens x_t [..., C] at time t (0..1000) under z [..., D]."""
-        return self.transformer.head(x_t, t, z).float()
+        """Prediction float32 [..., P] for noisy tokens x_t [..., C] at time t (0..1000) under z [..., D]."""
+        return self.head_conditioned(x_t, t, self.head_condition(z))
 
+    @abstractmethod
     def head_condition(self, z: Tensor) -> Tensor:
         """The part of the head that depends on z only, [..., W]: compute once, use for all diffusion steps."""
-        return self.transformer.head_condition(z)
 
+    @abstractmethod
     def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
         """`head` with `head_condition(z)` computed beforehand."""
-        return self.transformer.head_conditioned(x_t, t, condition).float()
 
+    @abstractmethod
     def decode(self, tokens: Tensor) -> Tensor:
         """Images uint8 [B, H, W, 3] of tokens [B, L, C]; no gradient."""
-        return self.vae.decode(self.transformer.unpatchify(tokens.detach().float()))
 
+    @abstractmethod
     def encode_images(self, images: Tensor | np.ndarray) -> Tensor:
         """Tokens float32 [B, L, C] of images uint8 [B, H, W, 3]; no gradient."""
-        size = tuple(self.transformer.config.image_size)
-        if tuple(images.shape[1:3]) != size:
-            raise InputError(f"images are {tuple(images.shape[1:3])} px, the model makes {size} px")
-        return self.transformer.patchify(self.vae.encode(images))
 
+    @abstractmethod
     def trunk_parameters(self) -> list[nn.Parameter]:
         """Everything of the transformer but the diffusion head (and weights no output depends on)."""
-        return self.transformer.trunk_parameters()
 
+    @abstractmethod
     def head_parameters(self) -> list[nn.Parameter]:
         """The diffusion head."""
-        return self.transformer.head_parameters()
+
+    def frozen_copy(self) -> Self:
+        """The same policy with a transformer of its own, without gradient; the other parts are shared."""
+        shared = {id(part): part for part in self.children() if part is not self.transformer}
+        copied = copy.deepcopy(self, shared)
+        copied.transformer.requires_grad_(False)
+        return copied

@@ -16,7 +16,7 @@ from diffusers import AutoencoderKL
 
 from mar_grpo.data.scenes import vocabulary
 from mar_grpo.models.checkpoint import save_policy
-from mar_grpo.models.policy import Policy
+from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.models.text import make_word_tokenizer
 
 WIDTH = 128
@@ -52,7 +52,7 @@ def build(vae: Path, out: Path, seed: int) -> None:
     config = {key: value for key, value in trained.config.items() if not key.startswith("_")}
     generator = torch.Generator().manual_seed(seed)
     text = TEXT | {"vocab_size": tokenizer.get_vocab_size()}
-    policy = Policy.from_configs(TRANSFORMER, config, text, tokenizer, SCHEDULER, generator)
+    policy = NovaPolicy.from_configs(TRANSFORMER, config, text, tokenizer, SCHEDULER, generator)
     policy.transformer.initialise_parameters(generator, residual_norm_gain=0.5)
     policy.vae.model.load_state_dict(trained.state_dict())
     save_policy(policy, out)

@@ -11,7 +11,6 @@ is frozen and only the trunk moves; a transition without variance is not scored.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import time
@@ -36,7 +35,7 @@ from mar_grpo.errors import MarGrpoError, UnhealthyError
 from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy, publish_checkpoint, save_policy
 from mar_grpo.models.policy import Policy
 from mar_grpo.rewards.mix import RewardMix
-from mar_grpo.rollout import Guided, Rollout, mask_schedule, noise_key, roll_out
+from mar_grpo.rollout import Guided, Rollout, noise_key, roll_out
 from mar_grpo.store import Store
 from mar_grpo.training.distributed import Processes, checksum
 from mar_grpo.training.health import Health, HealthConfig
@@ -124,7 +123,7 @@ def train(
         trained = trained_parameters(policy, recipe.algorithm.trained)
         for parameter in trained.values():
             parameter.requires_grad_(True)
-        reference = _frozen_copy(policy) if recipe.algorithm.kl else None
+        reference = policy.frozen_copy() if recipe.algorithm.kl else None
         optimizer = make_optimizer(list(trained.values()), recipe.optimizer)
         prompt_set = read_document(prompts, PromptSet)
         stream = PromptStream(
@@ -194,7 +193,7 @@ def _update(
     """One update of all processes. Returns its numbers, the same on every rank."""
     config, algorithm = recipe.training, recipe.algorithm
     schedule = policy.schedule(recipe.sampling.diffusion_steps, eta=recipe.sampling.noise_level)
-    counts = mask_schedule(policy.num_tokens, recipe.sampling.ar_steps)
+    counts = policy.mask_schedule(recipe.sampling.ar_steps)
     ar_steps, diffusion_steps = choose_steps(recipe, update, len(counts), schedule)
 
     # 1. rollout and reward, every image of a prompt on one process
@@ -313,12 +312,6 @@ def trained_parameters(policy: Policy, part: str) -> dict[str, nn.Parameter]:
         outside = ("image_encoder.", "mask_embed.mask_token")
         return {name: value for name, value in named.items() if not name.startswith(outside)}
     return named
-
-
-def _frozen_copy(policy: Policy) -> Policy:
-    """The start model: its own transformer, the other parts shared."""
-    transformer = copy.deepcopy(policy.transformer).requires_grad_(False)
-    return Policy(transformer, policy.vae, policy.text, policy.scheduler_config)
 
 
 def _finish(

@@ -11,7 +11,7 @@ import torch
 
 from mar_grpo.data.scenes import vocabulary
 from mar_grpo.models.checkpoint import save_policy
-from mar_grpo.models.policy import Policy
+from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.models.text import make_word_tokenizer
 from tests.unit import tiny
 
@@ -21,7 +21,7 @@ def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in the published layout: 64 x 64 px, 16 tokens, random weights."""
     tokenizer = make_word_tokenizer(vocabulary())
     blocks = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
-    policy = Policy.from_configs(
+    policy = NovaPolicy.from_configs(
         tiny.TRANSFORMER | {"image_size": [64, 64], "image_stride": 8, "text_token_len": 12},
         tiny.VAE | blocks | {"block_out_channels": [8, 8, 8, 8]},
         tiny.TEXT | {"vocab_size": tokenizer.get_vocab_size()},

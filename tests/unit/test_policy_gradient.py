@@ -15,7 +15,7 @@ from torch import Tensor
 from mar_grpo.algorithms.advantage import advantages
 from mar_grpo.algorithms.loss import AlgorithmConfig
 from mar_grpo.models.policy import Policy
-from mar_grpo.rollout import SamplingConfig, draw_noise, mask_schedule
+from mar_grpo.rollout import SamplingConfig, draw_noise
 from tests.unit import toy
 
 PLAIN = AlgorithmConfig.model_validate({"trajectories": {"count": 0}, "selection": {"mode": "none"}, "kl": 0.0})
@@ -46,7 +46,7 @@ def sampled_path(policy: Policy, index: Tensor, keys: list[int], sampling: Sampl
     tokens = torch.zeros(len(keys), policy.num_tokens, policy.token_dim)
     known = torch.zeros(len(keys), policy.num_tokens, dtype=torch.bool)
     done = 0
-    for count in mask_schedule(policy.num_tokens, sampling.ar_steps):
+    for count in policy.mask_schedule(sampling.ar_steps):
         now = order[:, done : done + count]
         spread = now[..., None].expand(-1, -1, policy.token_dim)
         z: dict[Policy, list[Tensor]] = {}

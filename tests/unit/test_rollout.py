@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mar_grpo.diffusion.guidance import guide
 from mar_grpo.errors import InputError
+from mar_grpo.models.nova import mask_schedule
 from mar_grpo.models.policy import Policy
 from mar_grpo.rollout import (
     Guided,
@@ -24,7 +25,6 @@ from mar_grpo.rollout import (
     denoise,
     draw_noise,
     generate,
-    mask_schedule,
     noise_key,
     roll_out,
 )
@@ -85,7 +85,7 @@ def test_an_image_depends_on_prompt_and_key_only(scheduler: dict[str, object], s
 @pytest.mark.parametrize("scope", ["committed", "unknown"])
 @pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["plain", "guided"])
 def test_what_is_recorded_is_what_happened(policy: Policy, scope: Scope, sampling: SamplingConfig) -> None:
-    counts = mask_schedule(policy.num_tokens, sampling.ar_steps)
+    counts = policy.mask_schedule(sampling.ar_steps)
     result = rolled(policy, sampling, recorded=range(len(counts)), scope=scope, keep_before=True)
     order, noise = draw_noise(KEYS, policy.num_tokens, policy.token_dim, sampling.diffusion_steps + 1)
     cond = policy.condition(policy.encode_prompts(PROMPTS))

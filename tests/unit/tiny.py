@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from mar_grpo.models.policy import Policy
+from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.models.text import make_word_tokenizer
 
 WORDS = ["a", "photo", "of", "two", "red", "apple", "apples", "dog", "and", "circle", "left", "right", "above", "below"]
@@ -52,8 +52,10 @@ def tokenizer() -> Tokenizer:
     return make_word_tokenizer(WORDS)
 
 
-def policy(seed: int = 0, **changes: dict[str, Any]) -> Policy:
+def policy(seed: int = 0, **changes: dict[str, Any]) -> NovaPolicy:
     """A policy from a seed; `transformer`, `vae`, `text` change keys of its configurations, `scheduler` replaces it."""
     parts = {"transformer": TRANSFORMER, "vae": VAE, "text": TEXT, "scheduler": changes.get("scheduler", FLOW)}
     configs = {name: config | changes.get(name, {}) for name, config in parts.items()}
-    return Policy.from_configs(**configs, tokenizer=tokenizer(), generator=torch.Generator().manual_seed(seed)).eval()
+    return NovaPolicy.from_configs(
+        **configs, tokenizer=tokenizer(), generator=torch.Generator().manual_seed(seed)
+    ).eval()

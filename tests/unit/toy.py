@@ -13,7 +13,7 @@ from mar_grpo.algorithms.loss import AlgorithmConfig, LossParts, backward
 from mar_grpo.algorithms.trajectories import Trajectories, draw_trajectories
 from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.models.policy import Policy
-from mar_grpo.rollout import Guided, Rollout, SamplingConfig, mask_schedule, roll_out
+from mar_grpo.rollout import Guided, Rollout, SamplingConfig, roll_out
 from tests.unit import tiny
 
 PROMPTS = ("a photo of two red apples", "a dog")
@@ -84,7 +84,7 @@ def update(
     schedule = made.schedule(sampling.diffusion_steps, eta=sampling.noise_level)
     rows = torch.tensor(index)
     guided = Guided.of(made, made.encode_prompts(PROMPTS), sampling).rows(rows)
-    steps = range(len(mask_schedule(made.num_tokens, sampling.ar_steps))) if ar_steps is None else ar_steps
+    steps = range(len(made.mask_schedule(sampling.ar_steps))) if ar_steps is None else ar_steps
     rollout = roll_out(guided, keys, recorded=steps, scope=config.scope, keep_before=config.selection.mode == "delta")
     trajectories = None
     if config.trajectories.count:

@@ -1,0 +1,132 @@
+"""NOVA as a policy: transformer, autoencoder, text encoder and schedule of one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from mar_grpo.diffusion import ddpm, flow
+from mar_grpo.diffusion.gaussian import Schedule
+from mar_grpo.errors import InputError
+from mar_grpo.models.nova import NovaConfig, NovaTransformer, mask_schedule
+from mar_grpo.models.policy import Conditioning, Policy
+from mar_grpo.models.text import TextEncoder
+from mar_grpo.models.vae import Vae
+
+
+class NovaPolicy(Policy):
+    """Text to image. Autoencoder and text encoder start frozen.
+
+    Raises:
+        InputError: the parts do not fit together.
+    """
+
+    transformer: NovaTransformer
+    vae: Vae
+    text: TextEncoder
+
+    def __init__(self, transformer: NovaTransformer, vae: Vae, text: TextEncoder, scheduler: Mapping[str, Any]) -> None:
+        super().__init__()
+        config = transformer.config
+        for what, ours, theirs in (
+            ("image_dim against vae latent_channels", config.image_dim, vae.config["latent_channels"]),
+            ("image_stride against pixels per vae latent", config.image_stride, vae.stride),
+            ("text_token_dim against text_encoder hidden_size", config.text_token_dim, text.dim),
+        ):
+            if ours != theirs:
+                raise InputError(f"parts do not fit: {what}, {ours} != {theirs}", where="transformer/config.json")
+        self.transformer, self.scheduler_config = transformer, dict(scheduler)
+        self.vae, self.text = vae.requires_grad_(False), text.requires_grad_(False)
+        self.schedule(1)
+
+    @classmethod
+    def from_configs(
+        cls,
+        transformer: Mapping[str, Any],
+        vae: Mapping[str, Any],
+        text: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        scheduler: Mapping[str, Any],
+        generator: torch.Generator | None = None,
+    ) -> NovaPolicy:
+        """A new policy from the contents of the published config files, filled from `generator`.
+
+        Without a generator no weight has a meaning yet (autoencoder and text encoder stay on the meta device).
+        """
+        config = NovaConfig.from_dict(dict(transformer))
+        model = NovaTransformer(config)
+        if generator:
+            model.initialise_parameters(generator)
+        encoder = TextEncoder.from_config(text, tokenizer, config.text_token_len, generator)
+        return cls(model, Vae.from_config(vae, generator), encoder, scheduler)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.transformer.config.num_tokens
+
+    @property
+    def token_dim(self) -> int:
+        return self.transformer.config.token_dim
+
+    def schedule(self, num_steps: int | str, *, eta: float = 0.7, last_step_deterministic: bool = True) -> Schedule:
+        """DDPM or flow, as the checkpoint's scheduler_config.json says; nothing follows from the family's name."""
+        if isinstance(num_steps, str):
+            raise InputError(f"diffusion_steps {num_steps!r} is a respacing, a NOVA checkpoint takes a number of steps")
+        if self.scheduler_config.get("_class_name") == ddpm.FAMILY:
+            return ddpm.DdpmSchedule.from_config(self.scheduler_config, num_steps).to(self.device)
+        return flow.FlowSchedule.from_config(
+            self.scheduler_config, num_steps, eta=eta, last_step_deterministic=last_step_deterministic
+        ).to(self.device)
+
+    def mask_schedule(self, ar_steps: int) -> list[int]:
+        return mask_schedule(self.num_tokens, ar_steps)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        """Text features of each prompt, padded with the transformer's stored rows. Cached per prompt, no gradient."""
+        return self.pad_text(self.text.encode(prompts))
+
+    def pad_text(self, features: Sequence[Tensor]) -> Conditioning:
+        """Conditioning of given text features [n_i, text_dim] each (SFT passes `text.encode_trainable(...)`)."""
+        length = self.transformer.config.text_token_len
+        return Conditioning(self.transformer.pad_text(features), self.transformer.text_embed.weight[:length])
+
+    def condition(self, conditioning: Conditioning) -> Tensor:
+        """Frame tokens [B, Nv, D]; gradient flows."""
+        return self.transformer.condition(conditioning.text)
+
+    def ar_latents(
+        self,
+        tokens: Tensor,
+        known: Tensor,
+        cond: Tensor,
+        *,
+        num_known: int | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        return self.transformer.ar_latents(tokens, known, cond, num_known=num_known, wanted=wanted)
+
+    def head_condition(self, z: Tensor) -> Tensor:
+        return self.transformer.head_condition(z)
+
+    def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
+        return self.transformer.head_conditioned(x_t, t, condition).float()
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        return self.vae.decode(self.transformer.unpatchify(tokens.detach().float()))
+
+    def encode_images(self, images: Tensor | np.ndarray) -> Tensor:
+        size = tuple(self.transformer.config.image_size)
+        if tuple(images.shape[1:3]) != size:
+            raise InputError(f"images are {tuple(images.shape[1:3])} px, the model makes {size} px")
+        return self.transformer.patchify(self.vae.encode(images))
+
+    def trunk_parameters(self) -> list[nn.Parameter]:
+        return self.transformer.trunk_parameters()
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return self.transformer.head_parameters()
