@@ -36,7 +36,7 @@ def initialise(module: Module, generator: torch.Generator) -> Module:
                 parameter.uniform_(-bound, bound, generator=generator)
         elif isinstance(layer, nn.Embedding):
             layer.weight.normal_(generator=generator)
-        elif isinstance(layer, nn.LayerNorm | nn.GroupNorm):
+        elif isinstance(layer, nn.LayerNorm | nn.GroupNorm) or type(layer).__name__.endswith("RMSNorm"):
             for key, parameter in own.items():
                 parameter.fill_(1.0 if key == "weight" else 0.0)
         elif own:

@@ -1,16 +1,16 @@
-"""The text encoder: a Phi model of transformers and a tokenizer, prompt in, one feature row a token out.
+"""Prompts to features, one row a token: NOVA's text encoder, and the prompts of Harmon's language model.
 
-The published folders name their class PhiEncoderModel and ship Python for it. It is Phi's decoder without the language
-head, so it runs as transformers' PhiModel and nothing of the checkpoint is executed. Attention is causal and padding
-comes last, so a prompt's rows do not depend on padding and no attention mask is needed (NOVA, `reference` section 2:
-padded rows are replaced by the transformer's own text embedding).
+NOVA's is a Phi model of transformers. The published folders name their class PhiEncoderModel and ship Python for it. It
+is Phi's decoder without the language head, so it runs as transformers' PhiModel and nothing of the checkpoint is
+executed. Attention is causal and padding comes last, so a prompt's rows do not depend on padding and no attention mask
+is needed (NOVA, `reference` section 2: padded rows are replaced by the transformer's own text embedding).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mar_grpo.errors import InputError
 from mar_grpo.models.build import initialise, on_meta
+from mar_grpo.models.qwen import Qwen
 
 if TYPE_CHECKING:
     from transformers import PhiModel
@@ -28,8 +29,39 @@ PHI_CLASSES = ("PhiModel", "PhiEncoderModel", "PhiForCausalLM")
 PAD, UNKNOWN = "<pad>", "<unk>"
 NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_dropout": 0.0}  # equal prompts have equal features
 CACHE_BYTES = 2**28
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # a user's turn in Qwen's chat template
 
 logger = logging.getLogger(__name__)
+
+
+class FeatureCache:
+    """Features by prompt, in at most CACHE_BYTES (the longest unused go first), forgotten when their maker changes."""
+
+    def __init__(self) -> None:
+        self._features: OrderedDict[str | None, Tensor] = OrderedDict()
+        self._version: Hashable = None
+
+    def find(self, prompts: Sequence[str | None], version: Hashable, make: Callable[[Any], Tensor]) -> list[Tensor]:
+        """Features of each prompt, made one by one where unknown: to the last bit they depend on no other prompt."""
+        if version != self._version:
+            self._features.clear()
+            self._version = version
+        found = []
+        for prompt in prompts:
+            if prompt not in self._features:
+                self._features[prompt] = make(prompt)
+            self._features.move_to_end(prompt)
+            found.append(self._features[prompt])
+        used = sum(features.nbytes for features in self._features.values())
+        while used > CACHE_BYTES and len(self._features) > 1:
+            used -= self._features.popitem(last=False)[1].nbytes
+        return found
+
+
+def weights_version(module: nn.Module) -> Hashable:
+    """Changes when a parameter of `module` is written, moved or cast."""
+    parameters = list(module.parameters())
+    return parameters[0].device, parameters[0].dtype, sum(parameter._version for parameter in parameters)
 
 
 class TextEncoder(nn.Module):
@@ -46,8 +78,7 @@ class TextEncoder(nn.Module):
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
-        self._cache: OrderedDict[str, Tensor] = OrderedDict()
-        self._cache_version: tuple[torch.device, int] | None = None
+        self._cache = FeatureCache()
         self._warned = False
 
     @classmethod
@@ -126,24 +157,9 @@ class TextEncoder(nn.Module):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> list[Tensor]:
-        """Features of each prompt, float32 [n_i, text_dim], from a bounded cache that empties when weights change.
-
-        Each new prompt is one forward pass of its own, so its features do not depend, to the last bit, on the others.
-        """
-        version = self.model.device, sum(parameter._version for parameter in self.parameters())
-        if version != self._cache_version:
-            self._cache.clear()
-            self._cache_version = version
-        found = []
-        for prompt in prompts:
-            if prompt not in self._cache:
-                self._cache[prompt] = self._features([self.token_ids(prompt)])[0]
-            self._cache.move_to_end(prompt)
-            found.append(self._cache[prompt])
-        used = sum(features.nbytes for features in self._cache.values())
-        while used > CACHE_BYTES and len(self._cache) > 1:
-            used -= self._cache.popitem(last=False)[1].nbytes
-        return found
+        """Features of each prompt, float32 [n_i, text_dim], from a bounded cache that empties when weights change."""
+        version = weights_version(self)
+        return self._cache.find(prompts, version, lambda prompt: self._features([self.token_ids(prompt)])[0])
 
     def encode_trainable(self, prompts: Sequence[str]) -> list[Tensor]:
         """As `encode`, in one padded batch, without the cache and with gradient (SFT of a small model; RL never)."""
@@ -156,6 +172,54 @@ class TextEncoder(nn.Module):
             return [torch.zeros(0, self.dim, device=device) for _ in ids]
         hidden = self.model(input_ids=rows, use_cache=False).last_hidden_state.float()
         return [hidden[index, : len(row)] for index, row in enumerate(ids)]
+
+
+class ChatPrompts:
+    """Prompts as Harmon's language model remembers them: packed keys and values [n_i, F] (see `qwen.Qwen`).
+
+    Padding and truncation set in the tokenizer are switched off: padding, where a batch needs it, is on the right.
+
+    Args:
+        llm: the frozen language model; it belongs to the network, not to this object.
+        max_tokens: what a prompt may have, with its template.
+
+    Raises:
+        InputError: the tokenizer has more ids than the model has embeddings.
+    """
+
+    def __init__(self, llm: Qwen, tokenizer: Tokenizer, max_tokens: int) -> None:
+        if tokenizer.get_vocab_size() > llm.config.vocab_size:
+            what = f"the tokenizer has {tokenizer.get_vocab_size()} ids, the model {llm.config.vocab_size} embeddings"
+            raise InputError(what, where="config.json: llm.vocab_size")
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self.llm, self.tokenizer, self.max_tokens = llm, tokenizer, max_tokens
+        self._cache = FeatureCache()
+
+    def token_ids(self, prompt: str | None) -> list[int]:
+        """Ids of "Generate an image: {prompt}" (None: of "Generate an image.") as a user's turn.
+
+        Raises:
+            InputError: longer than the model can read.
+        """
+        task = "Generate an image." if prompt is None else f"Generate an image: {prompt}"
+        ids: list[int] = self.tokenizer.encode(CHAT.format(task), add_special_tokens=False).ids
+        if len(ids) > self.max_tokens:
+            what = f"prompt has {len(ids)} tokens, at most {self.max_tokens} are read"
+            raise InputError(what, where=repr((prompt or "")[:80]), hint="shorten the prompt")
+        return ids
+
+    def check(self, prompt: str) -> None:
+        """InputError when the prompt is longer than the model can read."""
+        self.token_ids(prompt)
+
+    def encode(self, prompts: Sequence[str | None]) -> list[Tensor]:
+        """Packed prompts [n_i, F] (None: no prompt), from a bounded cache that empties when weights change."""
+        return self._cache.find(prompts, weights_version(self.llm), self._prefill)
+
+    def _prefill(self, prompt: str | None) -> Tensor:
+        ids = torch.tensor([self.token_ids(prompt)], device=self.llm.device)
+        return self.llm.prefill(ids)[1][0]
 
 
 def make_word_tokenizer(words: Iterable[str]) -> Tokenizer:
