@@ -9,6 +9,8 @@ for none). Dropout of the published code belongs to its training and is never ap
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -138,6 +140,17 @@ class MarConfig(BaseModel):
     @property
     def token_dim(self) -> int:
         return self.vae_embed_dim * self.patch_size**2
+
+
+def mask_schedule(num_tokens: int, ar_steps: int) -> list[int]:
+    """Tokens committed by each AR step; empty steps are dropped.
+
+    After step s, m_s = max(1, min(m_(s-1) - 1, floor(L cos(pi s / 2K)))) are still masked; the last step commits them.
+    """
+    left = [num_tokens]
+    for step in range(1, ar_steps):
+        left.append(max(1, min(left[-1] - 1, math.floor(num_tokens * math.cos(math.pi / 2 * step / ar_steps)))))
+    return [now - after for now, after in pairwise([*left, 0]) if now > after]
 
 
 class Mar(nn.Module):
