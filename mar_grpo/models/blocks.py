@@ -149,10 +149,14 @@ def known_places(known: Tensor, num_known: int | None = None) -> Tensor:
 
 
 def position_table(height: int, width: int, dim: int) -> Tensor:
-    """Fixed 2-D sin/cos positions [height*width, dim], row-major, channels [sin w, cos w, sin h, cos h]."""
-    frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
-    rows = torch.arange(height, dtype=torch.float64).repeat_interleave(width)[:, None] * frequency
-    columns = torch.arange(width, dtype=torch.float64).repeat(height)[:, None] * frequency
+    """Fixed 2-D sin/cos positions [height*width, dim], row-major, channels [sin w, cos w, sin h, cos h].
+
+    No checkpoint holds them, so they are made on the CPU even where a model is built on the meta device.
+    """
+    frequency, rows, columns = (torch.arange(n, dtype=torch.float64, device="cpu") for n in (dim // 4, height, width))
+    frequency = 10000.0 ** -(frequency / (dim // 4))
+    rows = rows.repeat_interleave(width)[:, None] * frequency
+    columns = columns.repeat(height)[:, None] * frequency
     return torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1).float()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mar_grpo.diffusion import ddpm, flow
 from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.errors import InputError
+from mar_grpo.models.build import on_meta
 from mar_grpo.models.nova import NovaConfig, NovaTransformer, mask_schedule
 from mar_grpo.models.policy import Conditioning, Policy
 from mar_grpo.models.text import TextEncoder
@@ -56,10 +57,10 @@ class NovaPolicy(Policy):
     ) -> NovaPolicy:
         """A new policy from the contents of the published config files, filled from `generator`.
 
-        Without a generator no weight has a meaning yet (autoencoder and text encoder stay on the meta device).
+        Without a generator no weight has a value yet: they are on the meta device.
         """
         config = NovaConfig.from_dict(dict(transformer))
-        model = NovaTransformer(config)
+        model = NovaTransformer(config) if generator else on_meta(lambda: NovaTransformer(config))
         if generator:
             model.initialise_parameters(generator)
         encoder = TextEncoder.from_config(text, tokenizer, config.text_token_len, generator)
@@ -130,3 +131,9 @@ class NovaPolicy(Policy):
 
     def head_parameters(self) -> list[nn.Parameter]:
         return self.transformer.head_parameters()
+
+    def condition_parameters(self) -> list[nn.Parameter]:
+        """Text projection and video encoder."""
+        image = {id(value) for value in self.transformer.image_encoder.parameters()}
+        image.add(id(self.transformer.mask_embed.mask_token))
+        return [value for value in self.trunk_parameters() if id(value) not in image]
