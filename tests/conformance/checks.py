@@ -61,6 +61,10 @@ class Comparison:
             if found != shape:
                 self._miss(name, f"is {found}, the manifest says {shape}")
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the folder holds a tensor of this name."""
+        return name in self._tensors
+
     def names(self, prefix: str = "") -> list[str]:
         """Sorted names of the folder's tensors that start with `prefix`."""
         return sorted(name for name in self._tensors if name.startswith(prefix))
@@ -111,7 +115,7 @@ class Comparison:
             self._miss(name, f"is {list(found.shape)}, recorded is {list(golden.shape)}")
             return
         bound = torch.as_tensor(atol, dtype=torch.float64)
-        parts = (("atol", bound.min().item()), ("rtol", rtol), ("of max", of_max))
+        parts = (("atol", bound.max().item()), ("rtol", rtol), ("of max", of_max))
         tolerance = ", ".join(f"{text} {number:.0e}" for text, number in parts if number) or "exact"
         error = (found - golden).abs().nan_to_num(nan=torch.inf)
         if not golden.numel():
