@@ -1,0 +1,236 @@
+"""Harmon: a language model between the two halves of a MAR (arXiv 2503.21979), text to image.
+
+At each AR step MAR's encoder reads the tokens that are known, behind K buffer slots that hold `fake_latent`. Its output
+passes through the frozen language model, after the prompt and causally, tokens before buffer; what the model adds to it
+is the prompt's only way into the image. MAR's decoder and diffusion head go on from there.
+
+Only visible tokens and buffer enter the language model, and the prompt enters it once (see `qwen.Qwen`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from mar_grpo.diffusion.respaced import RespacedSchedule
+from mar_grpo.errors import InputError
+from mar_grpo.models.blocks import Linear, initialise, known_places
+from mar_grpo.models.mar import Mar, MarConfig, mask_schedule
+from mar_grpo.models.policy import Conditioning, Policy
+from mar_grpo.models.qwen import Qwen
+from mar_grpo.models.text import ChatPrompts
+from mar_grpo.models.vae import Vae
+
+WHERE = "config.json"
+NOTES = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")  # published beside the values
+
+
+@dataclass(frozen=True)
+class HarmonConfig:
+    """The published config.json.
+
+    Args:
+        llm: content of a Qwen2 config.json.
+        mar: sizes of the MAR; its grid is the one that the position tables were trained on.
+        image_size: (height, width) of the images to make, px, where it is not that of `mar` (ours, not published).
+    """
+
+    llm: dict[str, Any]
+    mar: MarConfig
+    image_size: tuple[int, int] | None = None
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> HarmonConfig:
+        """Read a published config. Raises InputError naming the key that is missing, unknown or wrong."""
+        given = {key: value for key, value in config.items() if key not in NOTES and not key.startswith("_")}
+        if given.pop("model_type", "harmon") != "harmon":
+            raise InputError(f"model_type is {config['model_type']!r}, not 'harmon'", where=WHERE)
+        for key in ("llm", "mar"):
+            if not isinstance(given.get(key), Mapping):
+                raise InputError(f"{key} must be an object", where=WHERE)
+        size = given.pop("image_size", None)
+        if size is not None and not (isinstance(size, list | tuple) and [type(side) for side in size] == [int, int]):
+            raise InputError(f"image_size must be height and width in px, is {size!r}", where=WHERE)
+        unknown = sorted(given.keys() - {"llm", "mar"})
+        if unknown:
+            raise InputError(f"unknown key {unknown[0]!r}", where=WHERE)
+        made = cls(dict(given["llm"]), MarConfig.from_dict(dict(given["mar"])), tuple(size) if size else None)
+        pixels = made.token_pixels
+        if any(side < pixels or side % pixels for side in made.image_size or ()):
+            raise InputError(f"image_size: {size} is no multiple of {pixels} px a token", where=WHERE)
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        size = {} if self.image_size is None else {"image_size": list(self.image_size)}
+        return {"model_type": "harmon", "llm": self.llm, "mar": self.mar.to_dict(), **size}
+
+    @property
+    def token_pixels(self) -> int:
+        """Pixels per token side."""
+        return self.mar.vae_stride * self.mar.patch_size
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of tokens of an image."""
+        if self.image_size is None:
+            return self.mar.grid
+        return self.image_size[0] // self.token_pixels, self.image_size[1] // self.token_pixels
+
+
+class Harmon(nn.Module):
+    """The network of a Harmon checkpoint, without the autoencoder; keys are the published ones.
+
+    Args:
+        generator: fills the weights; without it MAR and projections are zeros and the language model is on the meta
+            device.
+    """
+
+    def __init__(self, config: HarmonConfig, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.llm = Qwen.from_config(config.llm, generator)
+        self.mar = Mar(config.mar, config.grid)
+        inside, outside = self.llm.config.hidden_size, config.mar.encoder_embed_dim
+        self.proj_in = nn.Sequential(Linear(outside, inside), nn.SiLU(), Linear(inside, inside))
+        self.proj_out = nn.Sequential(Linear(inside, inside), nn.SiLU(), Linear(inside, outside))
+        if generator:
+            self.mar.initialise_parameters(generator)
+            initialise(self.proj_in, generator)
+            initialise(self.proj_out, generator)
+
+    def ar_latents(
+        self,
+        tokens: Tensor,
+        known: Tensor,
+        cond: Tensor,
+        *,
+        num_known: int | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Conditioning z of the head; arguments as `Policy.ar_latents`, cond [B, T, F] a packed prompt of `llm`."""
+        places = known_places(known, num_known)
+        x = self.bridge(self.mar.encode(tokens, places, self.mar.fake_latent[None]), cond)
+        return self.mar.decode(x, places, wanted)
+
+    def bridge(self, x: Tensor, prompt: Tensor) -> Tensor:
+        """Encoder output [B, K + n, De], buffer first, plus what the language model makes of it after `prompt`."""
+        return x + self.proj_out(self._buffer_first(self.llm(self.to_llm(x), prompt).to(x.dtype)))
+
+    def to_llm(self, x: Tensor) -> Tensor:
+        """Encoder output [B, K + n, De] as the language model reads it, [B, n + K, H]: the buffer comes last."""
+        return self.proj_in(x).roll(-self.config.mar.buffer_size, dims=1)
+
+    def _buffer_first(self, x: Tensor) -> Tensor:
+        return x.roll(self.config.mar.buffer_size, dims=1)
+
+
+class HarmonPolicy(Policy):
+    """Harmon as a policy: MAR is trained (head aside); language model, projections and autoencoder are frozen.
+
+    Args:
+        vae: the KL-16 autoencoder.
+        tokenizer: of the language model.
+
+    Raises:
+        InputError: the parts do not fit together.
+    """
+
+    transformer: Harmon
+    vae: Vae
+    text: ChatPrompts
+
+    def __init__(self, transformer: Harmon, vae: Vae, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        mar, llm = transformer.config.mar, transformer.llm
+        for what, ours, theirs in (
+            (
+                "mar.vae_embed_dim against the autoencoder's channels",
+                mar.vae_embed_dim,
+                vae.model.config["latent_channels"],
+            ),
+            ("mar.vae_stride against pixels per latent", mar.vae_stride, vae.stride),
+        ):
+            if ours != theirs:
+                raise InputError(f"parts do not fit: {what}, {ours} != {theirs}", where=WHERE)
+        room = llm.config.max_position_embeddings - mar.buffer_size - transformer.mar.num_tokens
+        self.transformer, self.vae = transformer, vae.requires_grad_(False)
+        for part in (llm, transformer.proj_in, transformer.proj_out):
+            part.requires_grad_(False)
+        self.text = ChatPrompts(llm, tokenizer, room)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.transformer.mar.num_tokens
+
+    @property
+    def token_dim(self) -> int:
+        return self.transformer.config.mar.token_dim
+
+    def schedule(
+        self, num_steps: int | str, *, eta: float = 0.7, last_step_deterministic: bool = True
+    ) -> RespacedSchedule:
+        """The cosine DDPM with a learned variance; `num_steps` may be a respacing. The flow's options mean nothing."""
+        return RespacedSchedule(num_steps).to(self.device)
+
+    def mask_schedule(self, ar_steps: int) -> list[int]:
+        return mask_schedule(self.num_tokens, ar_steps)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        """Packed prompts, padded on the right. Each is read once and cached."""
+        packed = self.text.encode([*prompts, None])
+        return Conditioning(pad_sequence(packed[:-1], batch_first=True), packed[-1])
+
+    def condition(self, conditioning: Conditioning) -> Tensor:
+        """[B, T, F], see `qwen.Qwen`; no gradient."""
+        return conditioning.text
+
+    def ar_latents(
+        self,
+        tokens: Tensor,
+        known: Tensor,
+        cond: Tensor,
+        *,
+        num_known: int | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        return self.transformer.ar_latents(tokens, known, cond, num_known=num_known, wanted=wanted)
+
+    def head_condition(self, z: Tensor) -> Tensor:
+        return self.transformer.mar.head_condition(z)
+
+    def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
+        return self.transformer.mar.head_conditioned(x_t, t, condition).float()
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        return self.vae.decode(self.transformer.mar.unpatchify(tokens.detach().float()))
+
+    def encode_images(self, images: Tensor | np.ndarray) -> Tensor:
+        size = tuple(side * self.transformer.config.token_pixels for side in self.transformer.mar.grid)
+        if tuple(images.shape[1:3]) != size:
+            raise InputError(f"images are {tuple(images.shape[1:3])} px, the model makes {size} px")
+        return self.transformer.mar.patchify(self.vae.encode(images))
+
+    def trunk_parameters(self) -> list[nn.Parameter]:
+        """MAR's encoder and decoder. `class_emb` is in the checkpoint, but reaches no output."""
+        unused = self.transformer.mar.class_emb.weight
+        return [value for value in self.transformer.mar.trunk_parameters() if value is not unused]
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return self.transformer.mar.head_parameters()
+
+    def frozen_copy(self) -> Self:
+        """The same policy with a MAR of its own, without gradient; the other parts are shared."""
+        network = self.transformer
+        shared = (self.vae, self.text, network.llm, network.proj_in, network.proj_out)
+        copied = copy.deepcopy(self, {id(part): part for part in shared})
+        copied.transformer.requires_grad_(False)
+        return copied
