@@ -74,17 +74,18 @@ class Recipe(BaseModel):
                 "sampling.noise_level 0 (the ODE) and the policy gradient do not fit: without noise no transition has "
                 "a density to score"
             )
-        if self.sampling.diffusion_steps < 2:
+        if self.sampling.num_diffusion_steps < 2:
             raise ValueError(
                 "sampling.diffusion_steps 1 and the policy gradient do not fit: the last step has no noise"
             )
-        for few, many in (
-            ("algorithm.scored_ar_steps", "sampling.ar_steps"),
-            ("algorithm.noisiest_diffusion_steps", "sampling.diffusion_steps"),
-            ("algorithm.scored_diffusion_steps", "sampling.diffusion_steps"),
-            ("algorithm.scored_diffusion_steps", "algorithm.noisiest_diffusion_steps"),
+        transitions, noisiest = self.sampling.num_diffusion_steps, self.algorithm.noisiest_diffusion_steps
+        for few, many, whole in (
+            ("algorithm.scored_ar_steps", "sampling.ar_steps", self.sampling.ar_steps),
+            ("algorithm.noisiest_diffusion_steps", "sampling.diffusion_steps", transitions),
+            ("algorithm.scored_diffusion_steps", "sampling.diffusion_steps", transitions),
+            ("algorithm.scored_diffusion_steps", "algorithm.noisiest_diffusion_steps", noisiest),
         ):
-            part, whole = attrgetter(few)(self), attrgetter(many)(self)
+            part = attrgetter(few)(self)
             if part is not None and whole is not None and part > whole:
                 raise ValueError(f"{few} {part} and {many} {whole} do not fit: more cannot be scored than are made")
         if self.sampling.guidance_renorm < 1 and (

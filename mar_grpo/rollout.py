@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.diffusion.guidance import guide
+from mar_grpo.diffusion.respaced import kept_steps
 from mar_grpo.errors import InputError
 from mar_grpo.models.policy import Conditioning, Policy
 
@@ -33,20 +34,51 @@ class SamplingConfig(BaseModel):
 
     Args:
         ar_steps: K; more than tokens makes no sense and is refused when sampling starts.
-        diffusion_steps: T.
+        diffusion_steps: T; or, for MAR and Harmon, a respacing of their 1000 steps ("ddim10", see `kept_steps`).
         guidance_scale: 1 is no guidance (and half the work); guidance_renorm below 1 limits the norm.
+        guidance_schedule: `linear` lets the scale grow from 1 with the share of tokens that are committed after a step.
         noise_level: eta of the flow SDE, 0 for the ODE (DDPM checkpoints have their own noise).
+        temperature: what the deviation of every diffusion step is multiplied by.
         batch_size: images generated at once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ar_steps: int = Field(12, gt=0)
-    diffusion_steps: int = Field(10, gt=0)
+    diffusion_steps: int | str = 10
     guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
     guidance_renorm: float = Field(1.0, gt=0, le=1)
+    guidance_schedule: Literal["constant", "linear"] = "constant"
     noise_level: float = Field(0.7, ge=0, allow_inf_nan=False)
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     batch_size: int = Field(128, gt=0)
+
+    @field_validator("diffusion_steps", mode="before")
+    @classmethod
+    def _steps(cls, value: Any) -> int | str:
+        """A number in quotes is that number; a respacing must be one."""
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError("Input should be a number of steps or a respacing such as 'ddim10'")
+        if isinstance(value, int) and value < 1:
+            raise ValueError("Input should be greater than 0")
+        if isinstance(value, str):
+            try:
+                kept_steps(value)
+            except InputError as error:
+                raise ValueError(str(error)) from None
+        return value
+
+    @property
+    def num_diffusion_steps(self) -> int:
+        """T."""
+        return self.diffusion_steps if isinstance(self.diffusion_steps, int) else len(kept_steps(self.diffusion_steps))
+
+
+def schedule_of(policy: Policy, sampling: SamplingConfig) -> Schedule:
+    """The diffusion schedule that sampling and scoring share. Raises InputError as `Policy.schedule`."""
+    return policy.schedule(sampling.diffusion_steps, eta=sampling.noise_level).at_temperature(sampling.temperature)
 
 
 def noise_key(*parts: int) -> int:
@@ -75,12 +107,16 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A batch of finished images: tokens [B, L, C], what each recorded step needs, and z at commitment [B, L, D]."""
+    """A batch of finished images: tokens [B, L, C], what each recorded step needs, and z at commitment [B, L, D].
+
+    `scale` is the guidance scale at commitment [B, L, 1]; None where it is constant.
+    """
 
     tokens: Tensor
     steps: list[RecordedStep]
     z: Tensor
     z_unconditional: Tensor | None
+    scale: Tensor | None = None
 
 
 class Guided:
@@ -91,7 +127,7 @@ class Guided:
 
     @classmethod
     def of(cls, policy: Policy, conditioning: Conditioning, sampling: SamplingConfig) -> Guided:
-        """Condition tokens of the prompts, [P, Nv, D], and of no prompt, [1, Nv, D], where guidance needs them."""
+        """Condition tokens of the prompts, [P, N, F], and of no prompt, [1, N', F], where guidance needs them."""
         uncond = None
         if sampling.guidance_scale != 1.0:
             uncond = policy.condition(conditioning.unconditional(1))
@@ -103,9 +139,10 @@ class Guided:
         return Guided(self.policy, self.cond[index], uncond, self.sampling)
 
     def leaves(self) -> Guided:
-        """The same values cut off from the graph, collecting gradient for `backward_through`."""
-        uncond = None if self.uncond is None else self.uncond.detach().requires_grad_(True)
-        return Guided(self.policy, self.cond.detach().requires_grad_(True), uncond, self.sampling)
+        """The same values cut off from the graph, collecting gradient (where there is any) for `backward_through`."""
+        cond = self.cond.detach().requires_grad_(self.cond.requires_grad)
+        uncond = self.uncond if self.uncond is None else self.uncond.detach().requires_grad_(self.uncond.requires_grad)
+        return Guided(self.policy, cond, uncond, self.sampling)
 
     def backward_through(self, leaves: Guided) -> None:
         """Send the gradient that `leaves` collected on to the parameters behind the condition."""
@@ -113,7 +150,19 @@ class Guided:
         used = [
             (out, leaf.grad) for out, leaf in pairs if out is not None and leaf is not None and leaf.grad is not None
         ]
-        torch.autograd.backward([out for out, _ in used], [grad for _, grad in used])
+        if used:
+            torch.autograd.backward([out for out, _ in used], [grad for _, grad in used])
+
+    def scale(self, num_done: int) -> float:
+        """Guidance scale of the AR step after which `num_done` tokens are committed.
+
+        Linear: 1 + (scale - 1) num_done / L, where the last step counts all tokens but one (as MAR does).
+        """
+        scale = self.sampling.guidance_scale
+        if self.sampling.guidance_schedule == "constant":
+            return scale
+        length = self.policy.num_tokens
+        return 1.0 + (scale - 1.0) * min(num_done, length - 1) / length
 
     def latents(self, tokens: Tensor, known: Tensor, num_known: int, places: Tensor) -> tuple[Tensor, Tensor | None]:
         """z [B, M, D] at `places`, conditional and (under guidance) unconditional."""
@@ -127,18 +176,25 @@ class Guided:
         """What the head needs of z, once for all transitions: [conditional] or [conditional, unconditional]."""
         return [self.policy.head_condition(part) for part in (z, z_uncond) if part is not None]
 
-    def predictor(self, conditions: Sequence[Tensor]) -> Predict:
-        """A function (x_t [..., B, M, C], t) -> guided prediction, float32; guidance is here and nowhere else."""
-        policy, sampling = self.policy, self.sampling
+    def predictor(self, conditions: Sequence[Tensor], scale: float | Tensor | None = None) -> Predict:
+        """A function (x_t [..., B, M, C], t) -> guided prediction [..., B, M, P]; guidance is here and nowhere else.
+
+        Args:
+            scale: from `self.scale`, or [B, M, 1]; default the constant scale.
+        """
+        policy, renorm = self.policy, self.sampling.guidance_renorm
+        scale = self.sampling.guidance_scale if scale is None else scale
         if len(conditions) == 1:
             return lambda x_t, t: policy.head_conditioned(x_t, t, conditions[0])
 
         def guided(x_t: Tensor, t: Tensor) -> Tensor:
             cond, uncond = (policy.head_conditioned(x_t, t, condition) for condition in conditions)
-            if sampling.guidance_renorm >= 1.0:
-                return guide(cond, uncond, sampling.guidance_scale)
+            channels = x_t.shape[-1]
+            if renorm >= 1.0:
+                return guide(cond, uncond, scale, channels=channels)
+            one = scale.expand(*cond.shape[:-1], 1).flatten(0, -3) if isinstance(scale, Tensor) else scale
             flat = [part.reshape(-1, *part.shape[-2:]) for part in (cond, uncond)]
-            return guide(flat[0], flat[1], sampling.guidance_scale, sampling.guidance_renorm).view_as(cond)
+            return guide(flat[0], flat[1], one, renorm, channels=channels).view_as(cond)
 
         return guided
 
@@ -167,6 +223,7 @@ def roll_out(
     recorded: Collection[int] = (),
     scope: Scope = "committed",
     keep_before: bool = False,
+    drawn: tuple[Tensor, Tensor] | None = None,
 ) -> Rollout:
     """Generate one image per key.
 
@@ -176,6 +233,7 @@ def roll_out(
         recorded: AR steps (of `Policy.mask_schedule`) to record.
         scope: which tokens have a trajectory in a recorded step.
         keep_before: also keep what unknown tokens looked like one AR step earlier (delta consistency).
+        drawn: orders and noise instead of those that `draw_noise` makes of the keys.
 
     Raises:
         InputError: more AR steps than tokens.
@@ -187,13 +245,14 @@ def roll_out(
             f"{sampling.ar_steps} AR steps for {length} tokens", where="ar_steps", hint=f"use at most {length}"
         )
     counts = policy.mask_schedule(sampling.ar_steps)
-    schedule = policy.schedule(sampling.diffusion_steps, eta=sampling.noise_level)
-    order, noise = draw_noise(keys, length, channels, schedule.num_steps + 1)
+    schedule = schedule_of(policy, sampling)
+    order, noise = drawn or draw_noise(keys, length, channels, schedule.num_steps + 1)
     batch = len(keys)
     tokens = torch.zeros(batch, length, channels)
     known = torch.zeros(batch, length, dtype=torch.bool)
-    z_commit = torch.zeros(batch, length, guided.cond.shape[-1])
-    z_uncommit = None if guided.uncond is None else torch.zeros_like(z_commit)
+    z_commit: Tensor | None = None
+    z_uncommit: Tensor | None = None
+    scales = torch.zeros(batch, length, 1) if sampling.guidance_schedule == "linear" else None
     steps: list[RecordedStep] = []
     before: Tensor | None = None
     num_known = 0
@@ -203,21 +262,25 @@ def roll_out(
         z, z_uncond = guided.latents(tokens, known, num_known, places)
         chosen = noise if not wide else _with_hypothetical(noise, order, num_known + count, keys, index)
         start, *step_noise = _at(chosen, places)
-        path = denoise(guided.predictor(guided.head_conditions(z, z_uncond)), schedule, start, torch.stack(step_noise))
+        scale = guided.scale(num_known + count)
+        predict = guided.predictor(guided.head_conditions(z, z_uncond), scale)
+        path = denoise(predict, schedule, start, torch.stack(step_noise))
         if index in recorded:
             earlier = None if before is None or not wide else _at(before[None], places)[0]
             steps.append(RecordedStep(index, tokens.clone(), known.clone(), num_known, places, count, path, z, earlier))
         committed = places[:, :count, None]
         tokens.scatter_(1, committed.expand(-1, -1, channels), path[-1][:, :count])
         known.scatter_(1, committed[..., 0], True)
-        z_commit.scatter_(1, committed.expand(-1, -1, z.shape[2]), z[:, :count].float())
-        if z_uncommit is not None and z_uncond is not None:
-            z_uncommit.scatter_(1, committed.expand(-1, -1, z.shape[2]), z_uncond[:, :count].float())
+        z_commit = _committed(z_commit, committed, z, length)
+        z_uncommit = None if z_uncond is None else _committed(z_uncommit, committed, z_uncond, length)
+        if scales is not None:
+            scales.scatter_(1, committed, scale)
         before = None
         if wide and keep_before:
             before = tokens.clone().scatter_(1, places[..., None].expand(-1, -1, channels), path[-1])
         num_known += count
-    return Rollout(tokens, steps, z_commit, z_uncommit)
+    assert z_commit is not None  # there is at least one AR step
+    return Rollout(tokens, steps, z_commit, z_uncommit, scales)
 
 
 def draw_noise(keys: Sequence[int], length: int, channels: int, states: int) -> tuple[Tensor, Tensor]:
@@ -240,6 +303,13 @@ def _with_hypothetical(noise: Tensor, order: Tensor, num_done: int, keys: Sequen
         other = order[row, num_done:]
         fresh[:, row, other] = torch.randn(states, length, channels, generator=generator)[:, other]
     return fresh
+
+
+def _committed(gathered: Tensor | None, committed: Tensor, z: Tensor, length: int) -> Tensor:
+    """z [B, M, D] of a step put at the places it committed [B, m, 1], float32 [B, L, D]."""
+    if gathered is None:
+        gathered = torch.zeros(len(z), length, z.shape[2])
+    return gathered.scatter_(1, committed.expand(-1, -1, z.shape[2]), z[:, : committed.shape[1]].float())
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:

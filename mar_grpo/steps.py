@@ -50,6 +50,7 @@ def validate_inputs(recipe: str, store: str, *, overrides: Sequence[str] = (), f
     """
     from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy
     from mar_grpo.rewards.mix import RewardMix
+    from mar_grpo.rollout import schedule_of
 
     run, loaded = locate_run(recipe, store, overrides)
     if run.store.scheme == "file":
@@ -68,7 +69,7 @@ def validate_inputs(recipe: str, store: str, *, overrides: Sequence[str] = (), f
         if sampling.ar_steps > policy.num_tokens:
             what = f"{sampling.ar_steps} AR steps for the checkpoint's {policy.num_tokens} tokens"
             raise InputError(what, where=f"{field}.ar_steps", hint=f"use at most {policy.num_tokens}")
-        policy.schedule(sampling.diffusion_steps, eta=sampling.noise_level)
+        schedule_of(policy, sampling)
     run.store.write_bytes(f"{run.prefix}/recipe.json", loaded.model_dump_json().encode())
     run.store.delete(f"{run.prefix}/failure.json")
     emit("step", step="validate_inputs", state="done", seconds=time.monotonic() - started, text=run.uri)

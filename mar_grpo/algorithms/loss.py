@@ -125,11 +125,13 @@ def backward(
             )
         conditions = live.head_conditions(*latents)
         cut = [condition.detach().requires_grad_(True) for condition in conditions]
-        predict = live.predictor(cut)
+        guidance = live.scale(step.num_known + step.num_committed)
+        predict = live.predictor(cut, guidance)
         anchor = None
         if reference is not None:
             with torch.no_grad():
-                anchor = reference.predictor(reference.head_conditions(*reference.rows(index).latents(*canvas)))
+                latents = reference.rows(index).latents(*canvas)
+                anchor = reference.predictor(reference.head_conditions(*latents), guidance)
         total.merge(
             _score_step(
                 step, predict, anchor, rollout, trajectories, advantage, schedule, diffusion_steps, config, scale
@@ -177,8 +179,9 @@ def _score_step(
         loss = -policy
         if anchor is not None:
             with torch.no_grad():
-                reference_mean, _ = schedule.transition(j, state[:1], anchor(state[:1], t))
-            kl = gaussian_kl(mean[:1], reference_mean, std).sum()
+                reference_mean, reference_std = schedule.transition(j, state[:1], anchor(state[:1], t))
+            main_std = std[:1] if isinstance(std, Tensor) else std
+            kl = gaussian_kl(mean[:1], reference_mean, main_std, reference_std).sum()
             loss = loss + config.kl * kl
             parts.kl += kl.item()
         (loss * scale).backward()

@@ -14,6 +14,12 @@ def policy_term(x_next: Tensor, mean: Tensor, std: Std) -> Tensor:
     return torch.exp(density - density.detach())
 
 
-def gaussian_kl(mean: Tensor, reference: Tensor, std: Std) -> Tensor:
-    """KL of two Gaussians with one deviation, per element: (mean - reference)^2 / (2 std^2), nats."""
-    return 0.5 * ((mean - reference) / std).square()
+def gaussian_kl(mean: Tensor, reference: Tensor, std: Std, reference_std: Std | None = None) -> Tensor:
+    """KL(N(mean, std^2) || N(reference, reference_std^2)) per element, nats.
+
+    Where both have the deviation of the schedule it is (mean - reference)^2 / (2 std^2).
+    """
+    if not isinstance(std, Tensor) or not isinstance(reference_std, Tensor):
+        return 0.5 * ((mean - reference) / std).square()
+    ratio = std / reference_std
+    return 0.5 * (((mean - reference) / reference_std).square() + ratio.square() - 1) - ratio.log()

@@ -1,8 +1,8 @@
 """Multi-trajectory expectation (MTE), arXiv 2604.06966: several trajectories from the latent that made a token.
 
 The trajectories branch at the head's pure noise, once an image, under z at the step that committed each token (the
-composite latent), guided as the rollout was. On uncertain tokens the update averages over them instead of trusting the
-one trajectory that happened.
+composite latent), guided as the rollout was then. On uncertain tokens the update averages over them instead of trusting
+the one trajectory that happened.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def draw_trajectories(
     for row, key in enumerate(keys):
         generator = torch.Generator().manual_seed(noise_key(key, 2))
         noise[:, :, row] = torch.randn(config.count, states, length, channels, generator=generator)
-    predict = guided.predictor(guided.head_conditions(rollout.z, rollout.z_unconditional))
+    predict = guided.predictor(guided.head_conditions(rollout.z, rollout.z_unconditional), rollout.scale)
     path = denoise(predict, schedule, noise[:, 0], noise[:, 1:].transpose(0, 1))
     spread = uncertainty(path[-1])
     return Trajectories(path.transpose(0, 1), spread, most_uncertain(spread, config.share))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,11 +22,16 @@ Std = float | Tensor
 class Schedule(ABC):
     """T Gaussian transitions x_t -> x_{t-1} whose mean is linear in the predicted clean sample and x_t.
 
+    A prediction has the C channels of x_t, or more where the schedule takes the deviation from it (`respaced`).
+
     Attributes:
         num_steps: T.
         timesteps: float32 [T], what the head takes as t (0..1000 scale).
         std: T floats, the deviation of each step; 0.0 where a step is deterministic.
+        temperature: what deviations are multiplied by, already in `std`.
     """
+
+    temperature = 1.0
 
     def __init__(self, timesteps: Tensor, std: list[float]) -> None:
         self.num_steps = len(timesteps)
@@ -34,7 +39,15 @@ class Schedule(ABC):
         self.std = std
         self._std = torch.tensor(std, dtype=torch.float32)
 
-    def to(self, device: torch.device | str) -> Schedule:
+    def at_temperature(self, temperature: float) -> Self:
+        """Multiply every deviation, in sampling and in scoring alike; the noise a token starts from stays as it is."""
+        if temperature != 1.0:
+            self.temperature *= temperature
+            self.std = [temperature * std for std in self.std]
+            self._std = temperature * self._std
+        return self
+
+    def to(self, device: torch.device | str) -> Self:
         """Move the tables that are used as tensors."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -70,7 +83,7 @@ class Schedule(ABC):
         Args:
             j: step number; or int64 index tensor [k] (or any shape) against the leading axes of x_t [k, ..., C].
             x_t: state before the step.
-            prediction: head output, guided already (`guidance.guide`), shaped like x_t.
+            prediction: head output [..., P], guided already (`guidance.guide`).
 
         Returns:
             mean float32 shaped like x_t, and std: a float, or a tensor that broadcasts against x_t.
@@ -81,6 +94,8 @@ class Schedule(ABC):
     def step(self, j: int, x_t: Tensor, prediction: Tensor, noise: Tensor) -> Tensor:
         """State after step j, given unit normal noise shaped like x_t (not read when the step is deterministic)."""
         mean, std = self.transition(j, x_t, prediction)
+        if isinstance(std, Tensor):
+            return torch.addcmul(mean, noise.float(), std)
         return torch.add(mean, noise.float(), alpha=self.std[j]) if std else mean
 
     @staticmethod

@@ -10,17 +10,22 @@ for none). Dropout of the published code belongs to its training and is never ap
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 from torch import Tensor, nn
 
+from mar_grpo.diffusion.respaced import RespacedSchedule
 from mar_grpo.errors import InputError
 from mar_grpo.models.blocks import Linear, PreNormBlock, initialise, known_places
 from mar_grpo.models.mar_head import DiffLoss
+from mar_grpo.models.policy import Conditioning, Policy
+from mar_grpo.models.vae import Vae
 
 SIZES = {  # published types: width, depth of the encoder and of the decoder, attention heads
     "mar_base": (768, 12, 12),
@@ -99,10 +104,8 @@ class MarConfig(BaseModel):
             if width % heads:
                 raise ValueError(f"{part}_num_heads: width {width} is not divisible by {heads} heads")
         for side in self.image_size:
-            if side % (self.vae_stride * self.patch_size):
-                raise ValueError(
-                    f"img_size: {side} px is no multiple of {self.vae_stride * self.patch_size} px a token"
-                )
+            if side % self.token_pixels:
+                raise ValueError(f"img_size: {side} px is no multiple of {self.token_pixels} px a token")
         return self
 
     @classmethod
@@ -128,10 +131,15 @@ class MarConfig(BaseModel):
         return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
 
     @property
+    def token_pixels(self) -> int:
+        """Pixels per token side."""
+        return self.vae_stride * self.patch_size
+
+    @property
     def grid(self) -> tuple[int, int]:
         """(rows, columns) of tokens."""
         height, width = self.image_size
-        return height // (self.vae_stride * self.patch_size), width // (self.vae_stride * self.patch_size)
+        return height // self.token_pixels, width // self.token_pixels
 
     @property
     def num_tokens(self) -> int:
@@ -289,3 +297,102 @@ class Mar(nn.Module):
     def trunk_parameters(self) -> list[nn.Parameter]:
         """All other parameters (Harmon never uses `class_emb`)."""
         return [value for name, value in self.named_parameters() if not name.startswith("diffloss.")]
+
+
+class MarPolicy(Policy):
+    """MAR as a policy. A prompt is a class: its number as text ("207"), or a name of `class_names`.
+
+    Args:
+        vae: the KL-16 autoencoder; frozen.
+        class_names: name -> number.
+
+    Raises:
+        InputError: the parts do not fit together.
+    """
+
+    transformer: Mar
+    vae: Vae
+
+    def __init__(self, transformer: Mar, vae: Vae, class_names: Mapping[str, int] | None = None) -> None:
+        super().__init__()
+        config = transformer.config
+        for what, ours, theirs in (
+            (
+                "vae_embed_dim against the autoencoder's channels",
+                config.vae_embed_dim,
+                vae.model.config["latent_channels"],
+            ),
+            ("vae_stride against pixels per latent", config.vae_stride, vae.stride),
+        ):
+            if ours != theirs:
+                raise InputError(f"parts do not fit: {what}, {ours} != {theirs}", where="config.json")
+        self.transformer, self.vae = transformer, vae.requires_grad_(False)
+        self.class_names = dict(class_names or {})
+
+    @property
+    def num_tokens(self) -> int:
+        return self.transformer.num_tokens
+
+    @property
+    def token_dim(self) -> int:
+        return self.transformer.config.token_dim
+
+    def schedule(
+        self, num_steps: int | str, *, eta: float = 0.7, last_step_deterministic: bool = True
+    ) -> RespacedSchedule:
+        """The cosine DDPM with a learned variance; `num_steps` may be a respacing. The flow's options mean nothing."""
+        return RespacedSchedule(num_steps).to(self.device)
+
+    def mask_schedule(self, ar_steps: int) -> list[int]:
+        return mask_schedule(self.num_tokens, ar_steps)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        """Class numbers int64 [B, 1, 1]; -1 stands for no class."""
+        numbers = [self.class_names.get(prompt, int(prompt) if prompt.isdecimal() else -1) for prompt in prompts]
+        for prompt, number in zip(prompts, numbers, strict=True):
+            if not 0 <= number < self.transformer.config.class_num:
+                last = self.transformer.config.class_num - 1
+                hint = f"a prompt is a number 0..{last}" + (" or one of the class names" if self.class_names else "")
+                raise InputError("the model knows no such class", where=f"prompt {prompt!r}", hint=hint)
+        rows = torch.tensor(numbers, device=self.device)[:, None, None]
+        return Conditioning(rows, torch.full((1, 1), -1, device=self.device))
+
+    def condition(self, conditioning: Conditioning) -> Tensor:
+        """Class embeddings [B, 1, De], `fake_latent` for no class; gradient flows."""
+        rows = torch.cat([self.transformer.class_emb.weight, self.transformer.fake_latent])
+        return rows[conditioning.text[:, 0]]  # no class is the last row
+
+    def ar_latents(
+        self,
+        tokens: Tensor,
+        known: Tensor,
+        cond: Tensor,
+        *,
+        num_known: int | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        return self.transformer.ar_latents(tokens, known, cond, num_known=num_known, wanted=wanted)
+
+    def head_condition(self, z: Tensor) -> Tensor:
+        return self.transformer.head_condition(z)
+
+    def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
+        return self.transformer.head_conditioned(x_t, t, condition).float()
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        return self.vae.decode(self.transformer.unpatchify(tokens.detach().float()))
+
+    def encode_images(self, images: Tensor | np.ndarray) -> Tensor:
+        size = tuple(side * self.transformer.config.token_pixels for side in self.transformer.grid)
+        if tuple(images.shape[1:3]) != size:
+            raise InputError(f"images are {tuple(images.shape[1:3])} px, the model makes {size} px")
+        return self.transformer.patchify(self.vae.encode(images))
+
+    def trunk_parameters(self) -> list[nn.Parameter]:
+        return self.transformer.trunk_parameters()
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return self.transformer.head_parameters()
+
+    def condition_parameters(self) -> list[nn.Parameter]:
+        return [self.transformer.class_emb.weight, self.transformer.fake_latent]

@@ -139,6 +139,10 @@ class Policy(nn.Module, ABC):
     def head_parameters(self) -> list[nn.Parameter]:
         """The diffusion head."""
 
+    def condition_parameters(self) -> list[nn.Parameter]:
+        """Those of the trunk that `condition` depends on; empty where the condition is frozen."""
+        return []
+
     def frozen_copy(self) -> Self:
         """The same policy with a transformer of its own, without gradient; the other parts are shared."""
         shared = {id(part): part for part in self.children() if part is not self.transformer}

@@ -31,11 +31,11 @@ from mar_grpo.algorithms.trajectories import Trajectories, draw_trajectories
 from mar_grpo.data.stream import PromptStream
 from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.documents import DocumentRef, PromptSet, TrainingRun, read_document, write_document
-from mar_grpo.errors import MarGrpoError, UnhealthyError
+from mar_grpo.errors import InputError, MarGrpoError, UnhealthyError
 from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy, publish_checkpoint, save_policy
 from mar_grpo.models.policy import Policy
 from mar_grpo.rewards.mix import RewardMix
-from mar_grpo.rollout import Guided, Rollout, noise_key, roll_out
+from mar_grpo.rollout import Guided, Rollout, noise_key, roll_out, schedule_of
 from mar_grpo.store import Store
 from mar_grpo.training.distributed import Processes, checksum
 from mar_grpo.training.health import Health, HealthConfig
@@ -192,7 +192,7 @@ def _update(
 ) -> dict[str, float]:
     """One update of all processes. Returns its numbers, the same on every rank."""
     config, algorithm = recipe.training, recipe.algorithm
-    schedule = policy.schedule(recipe.sampling.diffusion_steps, eta=recipe.sampling.noise_level)
+    schedule = schedule_of(policy, recipe.sampling)
     counts = policy.mask_schedule(recipe.sampling.ar_steps)
     ar_steps, diffusion_steps = choose_steps(recipe, update, len(counts), schedule)
 
@@ -306,12 +306,11 @@ def roll_out_batch(
 
 def trained_parameters(policy: Policy, part: str) -> dict[str, nn.Parameter]:
     """Parameters of the trained part by their published names."""
-    reached = {id(parameter) for parameter in policy.trunk_parameters()}
-    named = {name: value for name, value in policy.transformer.named_parameters() if id(value) in reached}
-    if part == "condition":
-        outside = ("image_encoder.", "mask_embed.mask_token")
-        return {name: value for name, value in named.items() if not name.startswith(outside)}
-    return named
+    parameters = policy.condition_parameters() if part == "condition" else policy.trunk_parameters()
+    if not parameters:
+        raise InputError("the checkpoint's condition is frozen", where="algorithm.trained", hint="train the trunk")
+    reached = {id(parameter) for parameter in parameters}
+    return {name: value for name, value in policy.transformer.named_parameters() if id(value) in reached}
 
 
 def _finish(

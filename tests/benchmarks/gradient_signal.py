@@ -22,7 +22,7 @@ from mar_grpo.config import Recipe, load_recipe
 from mar_grpo.data.build import prompt_records
 from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy
 from mar_grpo.rewards.mix import RewardMix
-from mar_grpo.rollout import Guided, noise_key
+from mar_grpo.rollout import Guided, noise_key, schedule_of
 from mar_grpo.training.trainer import choose_steps, roll_out_batch, trained_parameters
 
 VARIANTS: dict[str, list[str]] = {
@@ -53,7 +53,7 @@ def gradients(recipe: Recipe, checkpoint: str, batches: int, images: int, work: 
         parameter.requires_grad_(True)
     records = [record.as_dict() for record in prompt_records(recipe.data, "train")]
     rewards, group = RewardMix(recipe.rewards), recipe.training.group_size
-    schedule = policy.schedule(recipe.sampling.diffusion_steps, eta=recipe.sampling.noise_level)
+    schedule = schedule_of(policy, recipe.sampling)
     steps = len(policy.mask_schedule(recipe.sampling.ar_steps))
     rows, began = [], time.monotonic()
     for number in range(batches):

@@ -18,8 +18,8 @@ OPTIONS = """
 name seed checkpoint.uri checkpoint.sha256
 data.train data.evaluation data.train_prompts data.evaluation_prompts data.tag_weights data.separate_by data.seed
 data.samples_per_shard data.cache_bytes
-sampling.ar_steps sampling.diffusion_steps sampling.guidance_scale sampling.guidance_renorm sampling.noise_level
-sampling.batch_size
+sampling.ar_steps sampling.diffusion_steps sampling.guidance_scale sampling.guidance_renorm sampling.guidance_schedule
+sampling.noise_level sampling.temperature sampling.batch_size
 rewards.components
 algorithm.scored_ar_steps algorithm.noisiest_diffusion_steps algorithm.scored_diffusion_steps algorithm.trained
 algorithm.scope algorithm.advantage.scale algorithm.advantage.clip algorithm.trajectories.count
@@ -32,7 +32,8 @@ training.threads training.save_every training.held_out_every training.held_out_p
 training.health.patience training.health.compare_every
 evaluation.samples_per_prompt evaluation.seed
 evaluation_sampling.ar_steps evaluation_sampling.diffusion_steps evaluation_sampling.guidance_scale
-evaluation_sampling.guidance_renorm evaluation_sampling.noise_level evaluation_sampling.batch_size
+evaluation_sampling.guidance_renorm evaluation_sampling.guidance_schedule evaluation_sampling.noise_level
+evaluation_sampling.temperature evaluation_sampling.batch_size
 gate.score gate.standard_errors gate.min_prompts gate.min_diversity_ratio gate.max_degenerate_rise gate.flat_deviation
 gate.saturated_share gate.max_unusual_share
 """
@@ -99,6 +100,11 @@ REFUSED = {
     "algorithm.scored_ar_steps=13": "algorithm.scored_ar_steps 13 and sampling.ar_steps 12 do not fit",
     "algorithm.scored_diffusion_steps=11": "algorithm.scored_diffusion_steps 11 and sampling.diffusion_steps 10",
     "algorithm.noisiest_diffusion_steps=11": "algorithm.noisiest_diffusion_steps 11 and sampling.diffusion_steps 10",
+    "sampling.diffusion_steps=0": "sampling.diffusion_steps: Input should be greater than 0",
+    "sampling.diffusion_steps=1.5": "sampling.diffusion_steps: Input should be a number of steps or a respacing",
+    "sampling.diffusion_steps=ddim600": "sampling.diffusion_steps: no integer stride keeps 600 of 1000 steps",
+    "sampling.temperature=0": "sampling.temperature: Input should be greater than 0",
+    "sampling.guidance_schedule=cosine": "sampling.guidance_schedule: Input should be 'constant' or 'linear'",
     "sampling.guidance_renorm=0.5": "sampling.guidance_renorm below 1 ties the tokens",
     # overrides that are none
     "training.updates": "an override has the form key.sub=value",

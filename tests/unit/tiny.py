@@ -1,4 +1,4 @@
-"""The smallest policy of the NOVA family whose parts all do something (fast to build, meaningless pictures)."""
+"""The smallest policies whose parts all do something (fast to build, meaningless pictures)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from mar_grpo.models.mar import Mar, MarConfig, MarPolicy
 from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.models.text import make_word_tokenizer
+from mar_grpo.models.vae import Vae
 
 WORDS = ["a", "photo", "of", "two", "red", "apple", "apples", "dog", "and", "circle", "left", "right", "above", "below"]
 
@@ -46,6 +48,21 @@ TEXT: dict[str, Any] = {
     "vocab_size": 20,
 }
 FLOW: dict[str, Any] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
+MAR: dict[str, Any] = {
+    "img_size": 16,
+    "vae_stride": 4,
+    "vae_embed_dim": 4,
+    "encoder_embed_dim": 16,
+    "encoder_depth": 2,
+    "encoder_num_heads": 2,
+    "decoder_embed_dim": 24,
+    "decoder_depth": 2,
+    "decoder_num_heads": 2,
+    "class_num": 5,
+    "buffer_size": 3,
+    "diffloss_d": 2,
+    "diffloss_w": 16,
+}
 
 
 def tokenizer() -> Tokenizer:
@@ -59,3 +76,14 @@ def policy(seed: int = 0, **changes: dict[str, Any]) -> NovaPolicy:
     return NovaPolicy.from_configs(
         **configs, tokenizer=tokenizer(), generator=torch.Generator().manual_seed(seed)
     ).eval()
+
+
+def mar_policy(seed: int = 0, **changes: Any) -> MarPolicy:
+    """A MAR policy from a seed, in eval mode; layers that training starts at zero are filled, so the head speaks."""
+    generator = torch.Generator().manual_seed(seed)
+    transformer = Mar(MarConfig.from_dict(MAR | changes))
+    transformer.initialise_parameters(generator)
+    for parameter in transformer.parameters():
+        if not parameter.any():
+            parameter.data.normal_(0.0, 0.3, generator=generator)
+    return MarPolicy(transformer, Vae.from_config(VAE, generator), {"goldfish": 1}).eval()

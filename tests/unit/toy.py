@@ -13,7 +13,7 @@ from mar_grpo.algorithms.loss import AlgorithmConfig, LossParts, backward
 from mar_grpo.algorithms.trajectories import Trajectories, draw_trajectories
 from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.models.policy import Policy
-from mar_grpo.rollout import Guided, Rollout, SamplingConfig, roll_out
+from mar_grpo.rollout import Guided, Rollout, SamplingConfig, roll_out, schedule_of
 from tests.unit import tiny
 
 PROMPTS = ("a photo of two red apples", "a dog")
@@ -81,7 +81,7 @@ def update(
     trajectory_keys: Sequence[int] | None = None,
 ) -> Update:
     """Roll out one image per key (image b under PROMPTS[index[b]]); all AR steps and noisy transitions are scored."""
-    schedule = made.schedule(sampling.diffusion_steps, eta=sampling.noise_level)
+    schedule = schedule_of(made, sampling)
     rows = torch.tensor(index)
     guided = Guided.of(made, made.encode_prompts(PROMPTS), sampling).rows(rows)
     steps = range(len(made.mask_schedule(sampling.ar_steps))) if ar_steps is None else ar_steps
