@@ -21,6 +21,7 @@ from mar_grpo.data.scenes import (
     compositions,
     mixed_record,
     noisy_scene_for,
+    placed_pair_record,
     placed_record,
     related_record,
     render,
@@ -32,7 +33,12 @@ from mar_grpo.errors import InputError
 from mar_grpo.store import Store
 
 EMOJI_SOURCE = "emoji"
-MORE_CAPTIONS = {"mixed": mixed_record, "related": related_record, "placed": placed_record}  # beyond the six kinds
+MORE_CAPTIONS = {  # beyond the six kinds of evaluation
+    "mixed": mixed_record,
+    "related": related_record,
+    "placed": placed_record,
+    "placed_pair": placed_pair_record,
+}
 Part = Literal["train", "evaluation"]
 
 
@@ -154,7 +160,7 @@ def build_scene_set(
     """Write `n` captioned scenes (PNG and record), the six tags in turn, for supervised training.
 
     With `mixed` every second caption is one beyond the six kinds (scenes.mixed_record). `tag_weights` draws the tags
-    at random in this ratio instead, with `mixed`, `related` and `placed` (those of scenes.py) among them.
+    at random in this ratio instead, with those of MORE_CAPTIONS among them.
 
     With probability `noise` one fact of a caption is wrong, as in captions from the web; the record's metadata holds
     the scene that was drawn (`scene`: [[glyph, cell], ...]) and which fact is wrong (`wrong`: "" if none).

@@ -104,22 +104,26 @@ def related_record(rng: np.random.Generator) -> Record:
 
 
 def placed_record(rng: np.random.Generator) -> Record:
-    """A caption beyond the six kinds, for SFT: where each of one or two things is ("a cat left and a dog right").
+    """A caption beyond the six kinds, for SFT: where one thing is ("a cat left").
 
-    "X left of Y" alone is not learnt: word, thing and place only matter together. A word that says where one thing is
-    has an effect of its own, and what it means carries over.
+    "X left of Y" alone is not learnt from captions of all kinds: both things, word and place only matter together. A
+    word that says where one thing is has an effect of its own, and what it means carries over.
     """
     while True:
-        second, first = _two_things(rng)
-        relation = str(rng.choice(RELATIONS))
-        word, other_word = relation.split()[0], _OPPOSITES[relation].split()[0]
-        if rng.random() < 0.5:
-            if split_of({"include": [first]}) == "train":
-                record = _record("placed", [first])
-                return record | {"prompt": f"{record['prompt']} {word}", "metadata": {"place": relation}}
-        elif _never_asked_together([second, first]):
-            record = _record("placed", [second, first | {"position": [relation, 0]}])
-            return record | {"prompt": f"a photo of {_phrase(first)} {word} and {_phrase(second)} {other_word}"}
+        _, thing = _two_things(rng)
+        if split_of({"include": [thing]}) == "train":
+            record, relation = _record("placed", [thing]), str(rng.choice(RELATIONS))
+            return record | {"prompt": f"{record['prompt']} {relation.split()[0]}", "metadata": {"place": relation}}
+
+
+def placed_pair_record(rng: np.random.Generator) -> Record:
+    """A caption beyond the six kinds, for SFT: where each of two things is ("a cat left and a dog right")."""
+    record = related_record(rng)
+    second, first = record["include"]
+    relation = first["position"][0]
+    words = relation.split()[0], _OPPOSITES[relation].split()[0]
+    prompt = f"a photo of {_phrase(first)} {words[0]} and {_phrase(second)} {words[1]}"
+    return record | {"tag": "placed_pair", "prompt": prompt}
 
 
 def _two_things(rng: np.random.Generator) -> list[Record]:

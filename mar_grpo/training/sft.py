@@ -36,6 +36,8 @@ class SftConfig(BaseModel):
         updates: optimiser steps; the learning rate is constant, then falls linearly over the last `decay_share`.
         stop_after: end after this many updates, before the schedule does; None for all.
         batch_size, parts: pictures a step, and in how many parts with their own number of known tokens.
+        known_until: numbers of known tokens are spread over this first share of the schedule. A small one shows mostly
+            empty canvases, where the layout is decided: relations are learnt there, or not at all.
         draws_per_token: noise levels per unknown token; their logit is normal with mean `noise_logit_mean` and
             deviation 1. What an image shows is decided at high noise: a mean above 0 teaches that part more.
         optimizer: adamw, or muon for the matrices of the transformer and adamw for all else.
@@ -53,6 +55,7 @@ class SftConfig(BaseModel):
     stop_after: int | None = Field(None, gt=0)
     batch_size: int = Field(128, gt=0)
     parts: int = Field(4, gt=0)
+    known_until: float = Field(1.0, gt=0, le=1)
     draws_per_token: int = Field(4, gt=0)
     noise_logit_mean: float = 0.0
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -70,9 +73,9 @@ class SftConfig(BaseModel):
     seed: int = 0
 
 
-def known_counts(parts: int, num_tokens: int, rng: np.random.Generator) -> list[int]:
-    """Numbers of known tokens of the parts of one batch: L - ceil(L cos(pi u / 2)), u spread evenly over [0, 1)."""
-    levels = (np.arange(parts) + rng.random()) / parts
+def known_counts(parts: int, num_tokens: int, rng: np.random.Generator, until: float = 1.0) -> list[int]:
+    """Numbers of known tokens of the parts of one batch: L - ceil(L cos(pi u / 2)), u spread evenly over [0, until)."""
+    levels = until * (np.arange(parts) + rng.random()) / parts
     return [num_tokens - max(1, math.ceil(num_tokens * math.cos(0.5 * math.pi * u))) for u in levels]
 
 
@@ -92,7 +95,8 @@ def sft_loss(
     losses, weights = [], []
     sizes = [len(part) for part in torch.arange(batch).chunk(config.parts)]
     starts = np.cumsum([0, *sizes])
-    for start, size, num_known in zip(starts, sizes, known_counts(len(sizes), length, rng), strict=False):
+    counts = known_counts(len(sizes), length, rng, config.known_until)
+    for start, size, num_known in zip(starts, sizes, counts, strict=False):
         rows = slice(int(start), int(start) + size)
         order = torch.rand(size, length, generator=generator).argsort(dim=1)
         known = torch.zeros(size, length, dtype=torch.bool).scatter_(1, order[:, :num_known], True)
@@ -143,9 +147,7 @@ def make_optimizers(policy: Policy, config: SftConfig) -> tuple[dict[str, nn.Par
         torch.optim.AdamW(others, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     ]
     if matrices:
-        optimizers.append(
-            Muon(matrices, lr=config.muon_learning_rate, momentum=0.95, weight_decay=config.weight_decay)
-        )
+        optimizers.append(Muon(matrices, lr=config.muon_learning_rate, momentum=0.95, weight_decay=config.weight_decay))
     return named, optimizers
 
 
