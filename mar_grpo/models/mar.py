@@ -69,7 +69,7 @@ class MarConfig(BaseModel):
     buffer_size: PositiveInt = 64
     diffloss_d: PositiveInt
     diffloss_w: PositiveInt
-    num_sampling_steps: str = "100"
+    num_sampling_steps: int | str = "100"
     mask_ratio_min: float = 0.7
     label_drop_prob: float = 0.1
     attn_dropout: float = 0.1

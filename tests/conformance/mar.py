@@ -7,6 +7,7 @@ front; recorded noise belongs to an AR step, ours to a token, which is made in o
 from __future__ import annotations
 
 import json
+import math
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -55,9 +56,9 @@ def check(folder: Path, compare: Comparison) -> None:
 def model(compare: Comparison) -> Mar:
     """The network of the folder; the images' shape is that of the recorded latents, which need not be square."""
     published = dict(compare.manifest["config"])
-    pixels = [side * published["vae_stride"] for side in compare.golden("fwd.latent_image").shape[2:]]
+    pixels = [side * published["vae_stride"] for side in compare.input("fwd.latent_image").shape[2:]]
     made = Mar(MarConfig.from_dict({**published, "img_size": pixels}))
-    made.load_state_dict(compare.weights(), strict=True)
+    compare.load(made)
     return made
 
 
@@ -74,41 +75,42 @@ def forward(mar: Mar, compare: Comparison) -> None:
     compare.equal("fwd.dec_z", mar.decode(encoded, places), **FORWARD)
     compare.equal("fwd.dec_z", mar.ar_latents(tokens, known, cond), **FORWARD)
     wanted = (~known).byte().argsort(dim=1, descending=True, stable=True)[:, :3]
-    some = compare.golden("fwd.dec_z").gather(1, wanted[..., None].expand(-1, -1, encoded.shape[2]))
+    some = compare.golden("fwd.dec_z")
+    some = some.gather(1, wanted[..., None].expand(-1, -1, some.shape[2]))
     compare.same("fwd.dec_z wanted", mar.ar_latents(tokens, known, cond, wanted=wanted), some, **FORWARD)
 
 
 def head(policy: MarPolicy, compare: Comparison) -> None:
     net, t = policy.transformer.diffloss.net, compare.input("head.t_embed_in")
     # FORWARD, or what one float32 ulp of the frequency (of `exp`, which differs from CPU to CPU) makes of the angle
-    ulp = t[:, None] * time_frequencies(torch.ones(1)).acos() * 2.0**-23
+    ulp = t[:, None] * torch.exp(-math.log(1e4) * torch.arange(128) / 128).repeat(2) * 2.0**-23
     compare.equal("head.t_embed_freq", time_frequencies(t), atol=ulp.clamp(min=FORWARD["atol"]), rtol=FORWARD["rtol"])
     compare.equal("head.t_embed_out", net.time_embed(t), **FORWARD)
     x, t, z = (compare.input(f"head.{name}") for name in ("x", "t", "z"))
     compare.equal("head.out", policy.head(x, t, z), **FORWARD)
-    described = compare.manifest["tensors"]["head.out_cfg3"]["desc"]
-    found = re.search(r"forward_with_cfg\(x,t=(\d+),z,([\d.]+)\)", described)
-    assert found, described
-    half = len(x) // 2
-    cond, uncond = policy.head(x[:half].repeat(2, 1), torch.tensor(int(found[1])), z).chunk(2)
-    guided = guide(cond, uncond, float(found[2]), channels=policy.token_dim)
-    other = torch.cat([guided[:, : policy.token_dim], uncond[:, policy.token_dim :]], dim=1)
-    compare.equal("head.out_cfg3", torch.cat([guided, other]), **FORWARD)
+    half, channels = len(x) // 2, policy.token_dim
+    for name in compare.names("head.out_cfg"):  # forward_with_cfg(x, t=5, z, 3.0) is called out_cfg3
+        at = re.search(r"t=(\d+)", compare.manifest["tensors"].get(name, {}).get("desc", ""))
+        cond, uncond = policy.head(x[:half].repeat(2, 1), torch.tensor(int(at[1]) if at else 5), z).chunk(2)
+        guided = guide(cond, uncond, float(name.removeprefix("head.out_cfg")), channels=channels)
+        other = torch.cat([guided[:, :channels], uncond[:, channels:]], dim=1)
+        compare.equal(name, torch.cat([guided, other]), **FORWARD)
 
 
 def respacing(compare: Comparison, name: str) -> RespacedSchedule:
-    """The schedule that the manifest describes: respacing 'S', where '' keeps all steps."""
-    described = compare.manifest["tensors"][f"sched.{name}.timestep_map"]["desc"]
-    found = re.search(r"respacing '([^']*)'", described)
-    assert found, described
-    return RespacedSchedule(found[1]) if found[1] else RespacedSchedule()
+    """`gen` is that of the generations, `r100` keeps 100 steps, `train1000` all."""
+    if name == "gen":
+        return RespacedSchedule(compare.manifest["num_sampling_steps"])
+    return RespacedSchedule(name.lstrip("rtain"))
 
 
 def tables(compare: Comparison) -> None:
     for name in sorted({key.split(".")[1] for key in compare.names("sched.")}):
         schedule = respacing(compare, name)
         for key in compare.names(f"sched.{name}."):
-            compare.equal(key, torch.tensor(getattr(schedule, key.split(".")[2])), **TABLES)
+            table = vars(schedule).get(key.split(".")[2])
+            if table is not None:
+                compare.equal(key, torch.tensor(table), **TABLES)
 
 
 def transitions(policy: MarPolicy, compare: Comparison) -> None:
@@ -128,10 +130,10 @@ def transitions(policy: MarPolicy, compare: Comparison) -> None:
         compare.same("step.mean", one, compare.golden("step.mean")[row], **FORWARD)
         if schedule.stochastic(step):
             compare.same("step.std", deviation, compare.golden("step.variance")[row].sqrt(), **FORWARD)
-    compare_step(
-        policy, RespacedSchedule("100"), "step100", compare.golden("head.x"), compare.input("step100.t"),
-        compare.golden("head.z"), compare,
-    )  # fmt: skip
+    x, z = compare.golden("head.x"), compare.golden("head.z")
+    for name in sorted({key.split(".")[0] for key in compare.names("step")} - {"step"}):  # step100: 100 steps are kept
+        kept = RespacedSchedule(name.removeprefix("step"))
+        compare_step(policy, kept, name, x, compare.input(f"{name}.t"), z, compare)
 
 
 def compare_step(
@@ -199,9 +201,11 @@ def chain(policy: MarPolicy, compare: Comparison) -> None:
     """One trajectory of some tokens without guidance: its states, and all transitions and densities at the recorded."""
     z, noise = compare.input("logp.z"), compare.input("logp.noise")
     schedule = RespacedSchedule(compare.manifest["num_sampling_steps"])
-    # the manifest does not say this chain's temperature: one number, read off one element, must explain all
-    _, plain = schedule.transition(0, noise[0], policy.head(noise[0], schedule.timestep(0), z))
-    schedule.at_temperature(round((compare.golden("logp.std")[0] / plain).flatten()[0].item(), 4))
+    temperature = compare.manifest.get("chain_temperature")
+    if temperature is None:  # then one number, read off one element, must explain all
+        _, plain = schedule.transition(0, noise[0], policy.head(noise[0], schedule.timestep(0), z))
+        temperature = round((compare.golden("logp.std")[0] / plain).flatten()[0].item(), 4)
+    schedule.at_temperature(temperature)
     path = denoise(lambda x, t: policy.head(x, t, z), schedule, noise[0], noise[1:])
     compare.equal("logp.xt", path[:-1], **SAMPLED)
     compare.equal("logp.x_prev", path[1:], **SAMPLED)
