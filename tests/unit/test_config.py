@@ -147,6 +147,14 @@ def test_evaluation_has_no_noise_unless_asked_for() -> None:
     assert load_recipe('{"name": "a"}', ["evaluation_sampling.ar_steps=8"]).evaluation_sampling.noise_level == 0.0
 
 
+def test_diffusion_steps_are_a_number_or_a_respacing() -> None:
+    for given, kept, count in (("'10'", 10, 10), ("ddim5", "ddim5", 5), ("'3,4'", "3,4", 7)):
+        sampling = load_recipe('{"name": "a"}', [f"sampling.diffusion_steps={given}"]).sampling
+        assert (sampling.diffusion_steps, sampling.num_diffusion_steps) == (kept, count)
+    with pytest.raises(InputError, match=r"scored_diffusion_steps 6 and sampling\.diffusion_steps 5 do not fit"):
+        load_recipe('{"name": "a"}', ["sampling.diffusion_steps=ddim5", "algorithm.scored_diffusion_steps=6"])
+
+
 def test_the_digest_is_of_the_content() -> None:
     first = load_recipe('{"name": "a", "seed": 1, "training": {"updates": 3}}')
     second = load_recipe(json.dumps({"training": {"updates": 3}, "seed": 1, "name": "a"}))

@@ -136,3 +136,17 @@ def test_guidance_keeps_the_norm_between_its_limits() -> None:
     plain, held = guide(cond, uncond, 4.0), guide(cond, uncond, 4.0, renorm=0.1)
     torch.testing.assert_close(held.norm(dim=(1, 2)), cond.norm(dim=(1, 2)))
     torch.testing.assert_close(guide(cond, uncond, 4.0, renorm=0.999), 0.999 * plain)
+
+
+def test_temperature_multiplies_every_deviation_and_nothing_else() -> None:
+    plain, warm = FlowSchedule(5), FlowSchedule(5).at_temperature(0.5)
+    x, velocity, noise = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0))
+    steps = torch.tensor([0, 3, 4, 1])
+    assert warm.std == [0.5 * std for std in plain.std] and not warm.stochastic(4)
+    torch.testing.assert_close(
+        warm.transition(steps, x, velocity),
+        (plain.mean(steps, x, velocity), 0.5 * plain.transition(steps, x, velocity)[1]),
+    )
+    mean, std = plain.transition(1, x, velocity)
+    torch.testing.assert_close(warm.step(1, x, velocity, noise), mean + 0.5 * std * noise)
+    assert FlowSchedule(5).at_temperature(1.0).std == plain.std

@@ -15,8 +15,11 @@ from mar_grpo.algorithms.selection import consistent
 from mar_grpo.algorithms.trajectories import Trajectories, draw_trajectories
 from mar_grpo.diffusion.guidance import guide
 from mar_grpo.diffusion.respaced import RespacedSchedule
+from mar_grpo.errors import InputError
 from mar_grpo.models.mar import MarPolicy
+from mar_grpo.models.policy import Policy
 from mar_grpo.rollout import Guided, Rollout, SamplingConfig, draw_noise, roll_out, schedule_of
+from mar_grpo.training.trainer import trained_parameters
 from tests.unit import tiny
 from tests.unit.toy import flat
 
@@ -178,6 +181,16 @@ def test_a_frozen_condition_gets_no_gradient_and_needs_none() -> None:
     assert policy.transformer.fake_latent.grad is None
     gradient = policy.transformer.z_proj.weight.grad
     assert gradient is not None and gradient.any()
+
+
+def test_the_trained_part_is_found_by_name() -> None:
+    policy = tiny.mar_policy()
+    named = trained_parameters(policy, "trunk")
+    assert len(named) == len(policy.trunk_parameters()) and not any("diffloss" in name for name in named)
+    assert list(trained_parameters(policy, "condition")) == ["fake_latent", "class_emb.weight"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError, match="the checkpoint's condition is frozen"):
+        patch.setattr(MarPolicy, "condition_parameters", Policy.condition_parameters)
+        trained_parameters(policy, "condition")
 
 
 def test_weights_of_16_bits_meet_float32_arithmetic() -> None:

@@ -85,6 +85,8 @@ def test_schedules() -> None:
     assert isinstance(flow, FlowSchedule) and flow.num_steps == 6 and flow.stochastic(0) and not flow.stochastic(5)
     assert not any(tiny.policy().schedule(6, eta=0.0).stochastic(j) for j in range(6))
     assert isinstance(tiny.policy(scheduler={"_class_name": "DDPMScheduler"}).schedule(6), DdpmSchedule)
+    with pytest.raises(InputError, match="'ddim5' is a respacing"):
+        tiny.policy().schedule("ddim5")
 
 
 @pytest.mark.parametrize(
