@@ -23,11 +23,11 @@ from torch.nn.utils.rnn import pad_sequence
 from mar_grpo.diffusion.respaced import RespacedSchedule
 from mar_grpo.errors import InputError
 from mar_grpo.models.blocks import Linear, initialise, known_places
+from mar_grpo.models.kl16 import Kl16
 from mar_grpo.models.mar import Mar, MarConfig, mask_schedule
 from mar_grpo.models.policy import Conditioning, Policy
 from mar_grpo.models.qwen import Qwen
 from mar_grpo.models.text import ChatPrompts
-from mar_grpo.models.vae import Vae
 
 WHERE = "config.json"
 NOTES = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")  # published beside the values
@@ -145,10 +145,10 @@ class HarmonPolicy(Policy):
     """
 
     transformer: Harmon
-    vae: Vae
+    vae: Kl16
     text: ChatPrompts
 
-    def __init__(self, transformer: Harmon, vae: Vae, tokenizer: Tokenizer) -> None:
+    def __init__(self, transformer: Harmon, vae: Kl16, tokenizer: Tokenizer) -> None:
         super().__init__()
         mar, llm = transformer.config.mar, transformer.llm
         for what, ours, theirs in (

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from mar_grpo.diffusion.respaced import RespacedSchedule
 from mar_grpo.errors import InputError
 from mar_grpo.models.blocks import Linear, PreNormBlock, initialise, known_places
+from mar_grpo.models.kl16 import Kl16
 from mar_grpo.models.mar_head import DiffLoss
 from mar_grpo.models.policy import Conditioning, Policy
-from mar_grpo.models.vae import Vae
 
 SIZES = {  # published types: width, depth of the encoder and of the decoder, attention heads
     "mar_base": (768, 12, 12),
@@ -311,9 +311,9 @@ class MarPolicy(Policy):
     """
 
     transformer: Mar
-    vae: Vae
+    vae: Kl16
 
-    def __init__(self, transformer: Mar, vae: Vae, class_names: Mapping[str, int] | None = None) -> None:
+    def __init__(self, transformer: Mar, vae: Kl16, class_names: Mapping[str, int] | None = None) -> None:
         super().__init__()
         config = transformer.config
         for what, ours, theirs in (
