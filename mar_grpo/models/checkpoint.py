@@ -1,4 +1,6 @@
-"""Checkpoints in the published NOVA folder layout: JSON and safetensors in, the same out, nothing executed.
+"""Checkpoints of the three families: JSON and tensors in, a policy out, nothing executed.
+
+NOVA is a folder as published:
 
     model_index.json
     transformer/{config.json, diffusion_pytorch_model.safetensors}
@@ -7,60 +9,75 @@
     tokenizer/{tokenizer.json, tokenizer_config.json}
     scheduler/scheduler_config.json
 
-Weights may be sharded (`*.safetensors.index.json`) and stored in 16 bits; they are float32 in memory.
+MAR and Harmon are found in several layouts (`layouts`). Weights may be sharded and stored in 16 bits. They are mapped
+from their files into modules that were built on the meta device: there is no second copy. So the files must not be
+written to while the policy lives; `save_policy` puts new files in their place, which is safe.
+
+Saving is in `export`, stores and digests in `checkpoint_store`; their public names are here as well.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from importlib import resources
-from pathlib import Path, PurePosixPath
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from mar_grpo.documents import Checkpoint, CheckpointFile, DocumentRef, read_document, write_document
-from mar_grpo.errors import InputError, UnhealthyError
+from mar_grpo.errors import InputError
+from mar_grpo.models.build import on_meta
+from mar_grpo.models.checkpoint_store import fetch_checkpoint, folder_digest, publish_checkpoint
+from mar_grpo.models.export import DIFFUSERS_STEM, NOVA, TRANSFORMERS_STEM, save_policy
+from mar_grpo.models.harmon import Harmon, HarmonConfig, HarmonPolicy
+from mar_grpo.models.kl16 import Kl16, Kl16Config
+from mar_grpo.models.layouts import Contents, Stored, finite, open_contents, read_config, read_stem
+from mar_grpo.models.mar import Mar, MarConfig, MarPolicy
 from mar_grpo.models.nova_policy import NovaPolicy
-from mar_grpo.models.text import PAD, UNKNOWN
-from mar_grpo.store import Store, canonical_json, store_for
-from mar_grpo.transports import explain_local
+from mar_grpo.models.policy import Policy
+from mar_grpo.models.published import mar_of, qwen_of
+from mar_grpo.models.vae import harmon_bytes, mar_bytes
 
-FAMILY = "NOVAPipeline"
-DOCUMENT = "checkpoint.json"  # the Checkpoint document beside the published files
-PLAIN_SUFFIXES = (".json", ".safetensors", ".txt")  # what a checkpoint is made of; code in its folder stays behind
-DIFFUSERS_STEM, TRANSFORMERS_STEM = "diffusion_pytorch_model", "model"
+__all__ = ["fetch_checkpoint", "folder_digest", "load_policy", "publish_checkpoint", "save_policy"]
+
 _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
-# --- load --------------------------------------------------------------------------------------------------------
+def load_policy(
+    path: str | os.PathLike[str],
+    *,
+    others: Sequence[str | os.PathLike[str]] = (),
+    dtype: torch.dtype | None = torch.float32,
+) -> Policy:
+    """The policy of a folder or weights file, on the CPU, in eval mode.
 
-
-def load_policy(folder: str | os.PathLike[str]) -> NovaPolicy:
-    """The policy of a published or saved folder, float32 on the CPU, in eval mode.
+    Args:
+        path: a local folder or file (`fetch_checkpoint` brings it from a store).
+        others: places of what it lacks: kl16.ckpt or kl16.safetensors, tokenizer.json, the Harmon model around a bare
+            MAR.
+        dtype: of the weights in memory; None: as they are stored. Conversion costs the memory of the converted model.
 
     Raises:
-        InputError: a file is missing, cut or not what it should be; another family; a tensor is missing, unexpected, of
-            another shape or not finite. The message names the file and the tensor.
+        InputError: a file is missing, cut or not what it should be; another family; a configuration has an unknown key;
+            a tensor is missing, unexpected, of another shape or not finite. The message names file and tensor.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise InputError("checkpoint folder does not exist", where=str(folder))
+    path = Path(path)
+    if (path / "model_index.json").exists() or (path / "transformer").is_dir():
+        policy: Policy = _load_nova(path, dtype)
+    else:
+        contents = open_contents(path, [Path(other) for other in others])
+        policy = (_load_harmon if contents.family == "harmon" else _load_mar)(contents, path, dtype)
+    return policy.eval()
+
+
+def _load_nova(folder: Path, dtype: torch.dtype | None) -> NovaPolicy:
     index = folder / "model_index.json"
     family = read_config(index).get("_class_name")
-    if family != FAMILY:
-        raise InputError(f"checkpoint family {family} is not supported, {FAMILY} is", where=f"{index}: _class_name")
+    if family != NOVA:
+        raise InputError(f"checkpoint family {family} is not supported, {NOVA} is", where=f"{index}: _class_name")
     policy = NovaPolicy.from_configs(
         read_config(folder / "transformer/config.json"),
         read_config(folder / "vae/config.json"),
@@ -68,104 +85,119 @@ def load_policy(folder: str | os.PathLike[str]) -> NovaPolicy:
         _read_tokenizer(folder / "tokenizer/tokenizer.json"),
         read_config(folder / "scheduler/scheduler_config.json"),
     )
-    _load_weights(policy.transformer, folder / "transformer", DIFFUSERS_STEM)
-    _load_weights(policy.vae.model, folder / "vae", DIFFUSERS_STEM, _current_vae_form)
-    _load_weights(policy.text.model, folder / "text_encoder", TRANSFORMERS_STEM, _decoder_form)
-    return policy.eval()
+    for module, name, stem, form in (
+        (policy.transformer, "transformer", DIFFUSERS_STEM, dict),
+        (policy.vae.model, "vae", DIFFUSERS_STEM, _current_vae_form),
+        (policy.text.model, "text_encoder", TRANSFORMERS_STEM, _decoder_form),
+    ):
+        _fill(module, form((each.name, each) for each in read_stem(folder / name, stem)), dtype, folder / name)
+    network = policy.transformer
+    for table in ("image_pos", "video_pos"):  # not stored
+        network.register_buffer(table, network.get_buffer(table).to(network.text_embed.weight.dtype), persistent=False)
+    return policy
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        InputError: no such file, not JSON, not an object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError("checkpoint file is missing", where=str(path)) from None
-    except (ValueError, OSError) as error:
-        raise InputError(f"checkpoint file cannot be read: {error}", where=str(path)) from error
-    if not isinstance(content, dict):
-        raise InputError("checkpoint file must hold a JSON object", where=str(path))
-    return content
+def _load_mar(contents: Contents, path: Path, dtype: torch.dtype | None) -> MarPolicy:
+    config = _mar_config(contents, path)
+    network = on_meta(lambda: Mar(config))
+    _fill(network, contents.part("mar"), dtype, path)
+    names = read_config(contents.classes) if contents.classes else {}
+    wrong = [name for name, number in names.items() if type(number) is not int]
+    if wrong:
+        raise InputError(f"class {wrong[0]!r} has no number", where=str(contents.classes))
+    return MarPolicy(network, _load_kl16(contents, path, dtype, mar_bytes), names)
 
 
-def read_tensors(folder: Path, stem: str) -> Iterator[tuple[Path, str, Tensor]]:
-    """(file, name, tensor) of STEM.safetensors, or of every shard that STEM.safetensors.index.json lists.
-
-    Raises:
-        InputError: a file is missing, cut or no safetensors; a shard lacks a tensor that the index promises.
-    """
-    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-    if single.exists() or not index.exists():
-        for name, tensor in _read_shard(single).items():
-            yield single, name, tensor
-        return
-    places = read_config(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise InputError("index has no weight_map of tensor names to files", where=str(index))
-    for shard in sorted(set(places.values())):
-        if Path(shard).name != shard:
-            raise InputError(f"index names a file outside its folder: {shard}", where=str(index))
-        tensors = _read_shard(folder / shard)
-        for name in (name for name, place in places.items() if place == shard):
-            if name not in tensors:
-                raise InputError(f"tensor {name} is missing", where=str(folder / shard))
-            yield folder / shard, name, tensors[name]
+def _load_harmon(contents: Contents, path: Path, dtype: torch.dtype | None) -> HarmonPolicy:
+    config = {key: value for key, value in contents.config.items() if key != "vae"}
+    if "llm" not in config:
+        config["llm"] = qwen_of(_shapes(contents.part("llm")), where=str(path))
+    config.setdefault("mar", _mar_config(contents, path).to_dict())
+    settings = HarmonConfig.from_dict(config)
+    network = on_meta(lambda: Harmon(settings))
+    tensors = {name: stored for name, stored in contents.tensors.items() if not name.startswith("vae.")}
+    head, embedding = tensors.pop("llm.lm_head.weight", None), tensors.get("llm.model.embed_tokens.weight")
+    if head and embedding and not torch.equal(head.tensor, embedding.tensor):
+        raise InputError(f"tensor {head.name} is not tied to the embedding", where=str(head.file))
+    _fill(network, tensors, dtype, path)
+    if contents.tokenizer is None:
+        hint = "put tokenizer.json of the language model beside it, or name its place"
+        raise InputError("Harmon's tokenizer.json is missing", where=str(path), hint=hint)
+    vae = _load_kl16(contents, path, dtype, harmon_bytes)
+    return HarmonPolicy(network, vae, _read_tokenizer(contents.tokenizer))
 
 
-def _read_shard(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise InputError("checkpoint file is missing", where=str(path)) from None
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        hint = "fetch the file again"
-        raise InputError(f"weights are cut or damaged: {error}", where=str(path), hint=hint) from error
+def _mar_config(contents: Contents, path: Path) -> MarConfig:
+    config = contents.config.get("mar") or mar_of(_shapes(contents.part("mar")), where=str(path))
+    return MarConfig.from_dict(config)
 
 
-Form = Callable[[str, Tensor], tuple[str, Tensor] | None]
+def _load_kl16(contents: Contents, path: Path, dtype: torch.dtype | None, to_bytes: Callable[[Tensor], Tensor]) -> Kl16:
+    tensors = contents.part("vae")
+    if not tensors:
+        hint = "put kl16.ckpt or kl16.safetensors beside it, or name its place"
+        raise InputError("the autoencoder's weights are missing", where=str(path), hint=hint)
+    if "vae" in contents.config:
+        settings = Kl16Config.from_dict(contents.config["vae"])
+    else:
+        settings = Kl16Config.from_shapes(_shapes(tensors), where=str(path))
+    vae = Kl16(settings, to_bytes)
+    ours = {theirs: name for name, theirs in vae.published_names().items()}
+    shapes, wanted = vae.model.state_dict(), vae.published_state()
+    found = {}
+    for name, stored in tensors.items():
+        if name in wanted and stored.tensor.shape == wanted[name].shape:
+            stored = replace(stored, tensor=stored.tensor.view(shapes[ours[name]].shape))
+        found[ours.get(name, name)] = stored
+    _fill(vae.model, found, dtype, path)
+    return vae
 
 
-def _load_weights(module: nn.Module, folder: Path, stem: str, form: Form | None = None) -> None:
-    """Give `module` the tensors of a folder; `form` turns a stored (name, tensor) into ours, None: it is not for us."""
+def _fill(module: nn.Module, tensors: Mapping[str, Stored], dtype: torch.dtype | None, where: Path) -> None:
+    """Give `module` its tensors; it keeps which of them are trained."""
     wanted = module.state_dict()
     found: dict[str, Tensor] = {}
-    for path, stored, tensor in read_tensors(folder, stem):
-        ours = form(stored, tensor) if form else (stored, tensor)
-        if ours is None:
-            continue
-        name, tensor = ours
+    for name, stored in tensors.items():
+        file = str(stored.file)
         if name not in wanted:
-            raise InputError(f"unexpected tensor {stored}", where=str(path), hint="does config.json belong to it?")
-        if tensor.shape != wanted[name].shape:
-            what = f"tensor {stored} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name].shape)}"
-            raise InputError(what, where=str(path))
-        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-            raise InputError(f"tensor {stored} holds values that are not finite numbers", where=str(path))
-        found[name] = tensor.float()
+            raise InputError(f"unexpected tensor {stored.name}", where=file, hint="does config.json belong to it?")
+        if stored.tensor.shape != wanted[name].shape:
+            shape = list(stored.tensor.shape)
+            what = f"tensor {stored.name} has shape {shape}, config.json asks for {list(wanted[name].shape)}"
+            raise InputError(what, where=file)
+        found[name] = stored.read(dtype)
+        if not stored.tensor.is_floating_point() or not finite(found[name]):
+            raise InputError(f"tensor {stored.name} holds values that are not finite numbers", where=file)
     missing = [name for name in wanted if name not in found]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(f"tensor {missing[0]}{more} missing", where=str(folder))
+        raise InputError(f"tensor {missing[0]}{more} missing", where=str(where))
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     module.load_state_dict(found, assign=True)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trained[name])
 
 
-def _decoder_form(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-    """PhiModel's form of a tensor stored with the language head (`model.` in front of names, `lm_head` beside)."""
-    return None if name.startswith("lm_head.") else (name.removeprefix("model."), tensor)
+def _shapes(tensors: Mapping[str, Stored]) -> dict[str, torch.Size]:
+    return {name: stored.tensor.shape for name, stored in tensors.items()}
 
 
-def _current_vae_form(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """Today's form of an attention projection: published Stable Diffusion files have other names, some 1x1 kernels."""
-    found = re.fullmatch(r"(.*\.attentions\.\d+\.)(query|key|value|proj_attn)(\.weight|\.bias)", name)
-    if not found:
-        return name, tensor
-    return found[1] + _OLD_ATTENTION[found[2]] + found[3], tensor.flatten(1) if tensor.ndim == 4 else tensor
+def _decoder_form(tensors: Iterable[tuple[str, Stored]]) -> dict[str, Stored]:
+    """PhiModel's names of tensors stored with the language head (`model.` in front of names, `lm_head` beside)."""
+    return {name.removeprefix("model."): stored for name, stored in tensors if not name.startswith("lm_head.")}
+
+
+def _current_vae_form(tensors: Iterable[tuple[str, Stored]]) -> dict[str, Stored]:
+    """Today's form of attention projections: published Stable Diffusion files have other names, some 1x1 kernels."""
+    found = {}
+    for name, stored in tensors:
+        old = re.fullmatch(r"(.*\.attentions\.\d+\.)(query|key|value|proj_attn)(\.weight|\.bias)", name)
+        if old:
+            name = old[1] + _OLD_ATTENTION[old[2]] + old[3]
+            if stored.tensor.ndim == 4:
+                stored = replace(stored, tensor=stored.tensor.flatten(1))
+        found[name] = stored
+    return found
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
@@ -175,198 +207,3 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"tokenizer cannot be read: {error}", where=str(path)) from error
-
-
-# --- save --------------------------------------------------------------------------------------------------------
-
-
-def save_policy(policy: NovaPolicy, folder: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a policy in the published layout; the folder appears complete or not at all, and replaces an older one.
-
-    Args:
-        dtype: storage of all weights; float16 halves the size and is float32 again after loading.
-
-    Raises:
-        UnhealthyError: a weight is not finite.
-        InputError: a weight is out of range of `dtype`.
-        RetryableError: the disk is full.
-    """
-    folder = Path(folder).absolute()
-    scheduler = policy.scheduler_config.get("_class_name", "FlowMatchEulerDiscreteScheduler")
-    index = {
-        "_class_name": FAMILY,
-        "scheduler": ["diffusers", scheduler],
-        "text_encoder": ["transformers", "PhiModel"],
-        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
-        "transformer": ["__transformer__", "NOVATransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
-    special = {"pad_token": PAD, "unk_token": UNKNOWN}
-    vocabulary = policy.text.tokenizer.get_vocab()
-    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"} | {
-        key: token for key, token in special.items() if token in vocabulary
-    }
-    with _whole_folder(folder, replace=True) as partial:
-        _write_json(partial / "model_index.json", index)
-        _write_json(partial / "scheduler/scheduler_config.json", policy.scheduler_config)
-        _write_json(partial / "tokenizer/tokenizer_config.json", tokenizer_config)
-        (partial / "tokenizer/tokenizer.json").write_text(policy.text.tokenizer.to_str(pretty=True), encoding="utf-8")
-        for name, stem, module, config in (
-            ("transformer", DIFFUSERS_STEM, policy.transformer, policy.transformer.config.to_dict()),
-            ("vae", DIFFUSERS_STEM, policy.vae.model, policy.vae.config),
-            ("text_encoder", TRANSFORMERS_STEM, policy.text.model, policy.text.config),
-        ):
-            _write_json(partial / name / "config.json", config)
-            tensors = {key: _stored(f"{name}: {key}", value, dtype) for key, value in module.state_dict().items()}
-            weights = partial / name / f"{stem}.safetensors"
-            save_file(tensors, weights, metadata={"format": "pt"})
-            shutil.copymode(partial / "model_index.json", weights)  # safetensors makes files only their owner can read
-    return folder
-
-
-def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if not torch.isfinite(tensor).all():
-        raise UnhealthyError(f"tensor {name} is not finite, the checkpoint is not written")
-    stored = tensor.detach().to("cpu", dtype).contiguous()
-    if not torch.isfinite(stored).all():
-        raise InputError(f"tensor {name} is out of range of {dtype}", hint="store float32")
-    return stored
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends well, and vanishes when not.
-
-    With `replace` False a folder that somebody else put there meanwhile stays.
-    """
-    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
-    old = partial.with_name(partial.name + ".old")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        if replace and folder.exists():
-            folder.rename(old)
-        try:
-            partial.rename(folder)
-        except OSError:
-            if replace or not folder.is_dir():
-                raise
-    except OSError as error:
-        raise explain_local("write", str(folder), error) from error
-    except SafetensorError as error:
-        code = re.search(r"os error (\d+)", str(error))
-        if code is None:
-            raise
-        raise explain_local("write", str(folder), OSError(int(code[1]), os.strerror(int(code[1])))) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-# --- store -------------------------------------------------------------------------------------------------------
-
-
-def publish_checkpoint(
-    folder: str | os.PathLike[str],
-    store: Store,
-    prefix: str,
-    *,
-    step: int = 0,
-    parent: str | None = None,
-    recipe_digest: str | None = None,
-) -> DocumentRef:
-    """Put a checkpoint folder into the store and, last, the Checkpoint document that names every file and digest.
-
-    Args:
-        prefix: key of the folder; the document is `prefix/checkpoint.json`.
-        step: updates that made it; `parent`: digest of the checkpoint it was trained from.
-    """
-    folder = Path(folder)
-    read_config(folder / "model_index.json")
-    files = []
-    for path in _plain_files(folder):
-        entry = store.put_file(folder / path, f"{prefix}/{path}")
-        files.append(CheckpointFile(path=path, uri=entry.uri, bytes=entry.bytes, sha256=entry.sha256))
-    names = ("transformer", "vae", "text_encoder")
-    config = {name: read_config(folder / name / "config.json") for name in names}
-    config["scheduler"] = read_config(folder / "scheduler/scheduler_config.json")
-    document = Checkpoint(
-        family=FAMILY, config=config, files=tuple(files), step=step, parent=parent, recipe_digest=recipe_digest
-    )
-    return write_document(store, f"{prefix}/{DOCUMENT}", document)
-
-
-def fetch_checkpoint(source: DocumentRef | str, cache: str | os.PathLike[str], *, sha256: str | None = None) -> Path:
-    """A local folder that holds the checkpoint, every byte checked against the digests that are known.
-
-    Args:
-        source: a reference or URI of a Checkpoint document; or `package://NAME` (shipped with this package), a path or
-            URI of a folder. A folder with a document beside its files is read through the document.
-        cache: local folder for what comes from a store; what lies there already and is right is not fetched again.
-        sha256: digest of the document, or `folder_digest` of a folder without one.
-
-    Raises:
-        InputError: no such checkpoint, or a digest is wrong.
-    """
-    uri, pin = (source.uri, source.sha256) if isinstance(source, DocumentRef) else (source.rstrip("/"), sha256)
-    cache = Path(cache)
-    if uri.startswith("package://"):
-        folder = Path(str(resources.files("mar_grpo.assets") / uri.removeprefix("package://")))
-    else:
-        store, key = store_for(uri)
-        if key.endswith(".json") or store.exists(f"{key}/{DOCUMENT}"):
-            return _fetch_document(uri if key.endswith(".json") else f"{uri}/{DOCUMENT}", pin, cache)
-        folder = Path("/", store.root, key)
-        if store.scheme != "file":
-            version = canonical_json([(uri, name, *store.stat(name)) for name in store.list(key)])
-            folder = cache / hashlib.sha256(version).hexdigest()[:16]
-            if not folder.is_dir():
-                with _whole_folder(folder, replace=False) as partial:
-                    store.get_folder(key, partial)
-    if not folder.is_dir():
-        raise InputError("checkpoint folder does not exist", where=uri)
-    if pin is not None and folder_digest(folder) != pin:
-        what = f"checkpoint has digest {folder_digest(folder)}, {pin} was asked for"
-        raise InputError(what, where=uri, hint="correct the digest or the URI")
-    return folder
-
-
-def folder_digest(folder: str | os.PathLike[str]) -> str:
-    """sha256 over the paths and contents of a checkpoint folder, 64 hex digits."""
-    return hashlib.sha256(canonical_json(_digests(Path(folder)))).hexdigest()
-
-
-def _fetch_document(uri: str, sha256: str | None, cache: Path) -> Path:
-    document = read_document(uri, Checkpoint, sha256=sha256)
-    wanted = {file.path: file.sha256 for file in document.files}
-    for path in wanted:
-        if not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            raise InputError(f"document names a file outside its folder: {path!r}", where=uri)
-    folder = cache / document.digest[:16]
-    if folder.is_dir():
-        if _digests(folder) == wanted:
-            return folder
-        shutil.rmtree(folder)
-    with _whole_folder(folder, replace=False) as partial:
-        for file in document.files:
-            store, key = store_for(file.uri)
-            store.get_file(key, partial / file.path, sha256=file.sha256)
-    return folder
-
-
-def _plain_files(folder: Path) -> list[str]:
-    paths = (path for path in folder.rglob("*") if path.suffix in PLAIN_SUFFIXES and path.is_file())
-    return sorted(path.relative_to(folder).as_posix() for path in paths if path != folder / DOCUMENT)
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    found = {}
-    for path in _plain_files(folder):
-        with open(folder / path, "rb") as file:
-            found[path] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found

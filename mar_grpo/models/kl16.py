@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mar_grpo.errors import InputError
 from mar_grpo.models.build import initialise, on_meta
-from mar_grpo.models.vae import Vae
+from mar_grpo.models.vae import Vae, nova_bytes
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -103,26 +103,39 @@ class Kl16Config(BaseModel):
     def from_shapes(cls, shapes: Mapping[str, torch.Size], *, where: str) -> Kl16Config:
         """What LDM tensors of these names and shapes belong to; they determine all but groups and epsilon.
 
+        Where half of them or more are the published ones it is the published configuration, so that a wrong one among
+        them is told from the others.
+
         Raises:
             InputError: they are no such autoencoder's.
         """
-        levels = len([name for name in shapes if re.fullmatch(r"encoder\.down\.\d+\.block\.0\.conv1\.weight", name)])
-        blocks = [name for name in shapes if re.fullmatch(r"encoder\.down\.0\.block\.\d+\.conv1\.weight", name)]
-        side = cls.model_fields["resolution"].default
+        published = Kl16(cls(), nova_bytes)
+        wanted = published.published_state()
+        if 2 * sum(shapes.get(name) == tensor.shape for name, tensor in wanted.items()) >= len(wanted):
+            return published.settings
+        levels, blocks = (
+            1 + max((int(found[1]) for name in shapes if (found := re.match(pattern, name))), default=-1)
+            for pattern in (r"encoder\.down\.(\d+)\.", r"encoder\.down\.\d+\.block\.(\d+)\.")
+        )
+        sides = [published.settings.resolution >> level for level in range(levels)]
+
+        def attended(prefix: str) -> tuple[int, ...]:
+            return tuple(
+                side
+                for level, side in enumerate(sides)
+                if any(name.startswith(f"{prefix}.{level}.attn.") for name in shapes)
+            )
+
         try:
             ch = shapes["encoder.conv_in.weight"][0]
             return cls(
                 ch=ch,
-                ch_mult=tuple(shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] // ch for i in range(levels)),
-                num_res_blocks=len(blocks),
+                ch_mult=tuple(shapes[f"encoder.down.{level}.block.0.conv1.weight"][0] // ch for level in range(levels)),
+                num_res_blocks=blocks,
                 z_channels=shapes["post_quant_conv.weight"][0],
                 embed_dim=shapes["post_quant_conv.weight"][1],
-                encoder_attn_resolutions=tuple(
-                    side >> i for i in range(levels) if f"encoder.down.{i}.attn.0.q.weight" in shapes
-                ),
-                decoder_attn_resolutions=tuple(
-                    side >> i for i in range(levels) if f"decoder.up.{i}.attn.0.q.weight" in shapes
-                ),
+                encoder_attn_resolutions=attended("encoder.down"),
+                decoder_attn_resolutions=attended("decoder.up"),
             )
         except KeyError as error:
             raise InputError(f"tensor {error.args[0]} of the KL-16 autoencoder is missing", where=where) from None
@@ -162,10 +175,13 @@ class Kl16(Vae):
             name = re.sub(ours, theirs, name)
         return name
 
-    def published_shape(self, name: str) -> torch.Size:
-        """Shape in LDM of the tensor that is called `name` in `self.model`."""
-        shape = self.model.state_dict()[name].shape
-        return torch.Size([*shape, 1, 1]) if re.search(r"\.to_(q|k|v|out\.0)\.weight$", name) else shape
+    def published_state(self) -> dict[str, Tensor]:
+        """Name in LDM -> tensor in LDM's shape, a view of ours."""
+        names = self.published_names()
+        return {
+            names[ours]: tensor[..., None, None] if re.search(r"\.to_(q|k|v|out\.0)\.weight$", ours) else tensor
+            for ours, tensor in self.model.state_dict().items()
+        }
 
 
 def _network(settings: Kl16Config) -> AutoencoderKL:

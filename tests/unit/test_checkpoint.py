@@ -242,7 +242,7 @@ def test_bad_folders(folder: Path, case: str) -> None:
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"folder does not exist .*nowhere"):
+    with pytest.raises(InputError, match=r"checkpoint does not exist .*nowhere"):
         load_policy(tmp_path / "nowhere")
 
 

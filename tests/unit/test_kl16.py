@@ -18,7 +18,7 @@ SMALL = {"ch": 32, "ch_mult": [1, 2, 1], "num_res_blocks": 1, "resolution": 64}
 
 
 def shapes(vae: Kl16) -> dict[str, torch.Size]:
-    return {theirs: vae.published_shape(ours) for ours, theirs in vae.published_names().items()}
+    return {name: tensor.shape for name, tensor in vae.published_state().items()}
 
 
 def test_the_default_is_the_published_autoencoder() -> None:
