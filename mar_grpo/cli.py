@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -23,6 +23,8 @@ app = typer.Typer(
 )
 recipe_app = typer.Typer(no_args_is_help=True, help="Recipes that ship with the package, and what they resolve to.")
 app.add_typer(recipe_app, name="recipe")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="What a checkpoint is, and the same in another layout.")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 RecipeOption = Annotated[str, typer.Option("--recipe", help="Name, path or URI of a recipe.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override, key.sub=value; may be repeated.")]
@@ -131,20 +133,26 @@ def evaluate(
 
 @app.command()
 def sample(
-    prompt: Annotated[list[str], typer.Argument(help="One or more prompts; a row of pictures for each.")],
-    out: Annotated[Path, typer.Option(help="PNG file.")],
+    out: Annotated[Path, typer.Option(help="Folder of the pictures; new, or empty.")],
+    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts, beside those of --prompts.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="Prompt file (.json, .jsonl or .csv), path or URI.")] = None,
     checkpoint: CheckpointOption = "package://emoji-nova",
+    with_: Annotated[
+        list[str] | None, typer.Option("--with", help="What the checkpoint lacks: an autoencoder.")
+    ] = None,
     recipe: RecipeOption = "emoji",
     set_: SetOption = None,
-    count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 8,
+    count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt, with the seeds from --seed on.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that share the work, one CPU thread each.")] = 1,
     work: WorkOption = Path(".mar-grpo"),
 ) -> None:
-    """Draw prompts of your own as the recipe's evaluation would."""
-    from mar_grpo.summary import draw
+    """Draw prompts of your own, sampled as the recipe's evaluation is. A picture depends on prompt and seed only."""
+    from mar_grpo.launch.sampling import sample_files
 
+    given = (prompt or [], prompts, checkpoint, with_ or [], recipe, set_ or [])
     with _interruptible():
-        print(draw(prompt, out, checkpoint, recipe, set_ or [], count, seed, work))
+        sample_files(*given, out=out, seeds=range(seed, seed + count), processes=processes, work=work)
 
 
 @app.command()
@@ -198,6 +206,46 @@ def recipe_show(recipe: Annotated[str, typer.Argument(help="Name, path or URI.")
     from mar_grpo.config import load_recipe
 
     print(yaml.safe_dump(load_recipe(recipe, set_ or []).model_dump(mode="json"), sort_keys=False), end="")
+
+
+SourceArgument = Annotated[
+    str, typer.Argument(help="Path or URI of a folder, a weights file or a Checkpoint document.")
+]
+WithOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with", help="Where what it lacks is: KL-16, a tokenizer, the Harmon around a MAR; may be repeated."
+    ),
+]
+
+
+@checkpoint_app.command("inspect")
+def checkpoint_inspect(uri: SourceArgument, with_: WithOption = None, work: WorkOption = Path(".mar-grpo")) -> None:
+    """Check every tensor and print family, configuration, parameters, dtype and digest of each part, what is trained.
+
+    A table on a terminal, JSON lines elsewhere."""
+    from rich.console import Console
+
+    from mar_grpo.models.inspect import describe, show
+
+    show(describe(uri, work / "checkpoints", with_ or []), Console())
+
+
+@checkpoint_app.command("convert")
+def checkpoint_convert(
+    source: SourceArgument,
+    target: Annotated[str, typer.Argument(help="Path or URI of a new folder, or of a .pth file (published layout).")],
+    layout: Annotated[Literal["ours", "published"], typer.Option(help="Ours has a Checkpoint document.")] = "ours",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Storage; as it is, to the bit, without.")
+    ] = None,
+    with_: WithOption = None,
+    work: WorkOption = Path(".mar-grpo"),
+) -> None:
+    """Write a checkpoint in another layout; print where."""
+    from mar_grpo.models.inspect import convert
+
+    print(convert(source, target, work / "checkpoints", layout=layout, dtype=dtype, others=with_ or []))
 
 
 def _reference(text: str):  # type: ignore[no-untyped-def]

@@ -82,22 +82,6 @@ def evaluation_table(checkpoint: str, recipe: str, overrides: Sequence[str], wor
     return "\n".join([*lines, f"{evaluation.images_per_second:.1f} pictures a second"])
 
 
-def draw(
-    prompts: Sequence[str], out: Path, checkpoint: str, recipe: str, overrides: Sequence[str], count: int, seed: int,
-    work: Path,
-) -> Path:  # fmt: skip
-    """A sheet with a row of `count` pictures for each prompt."""
-    from mar_grpo.evaluation.pictures import contact_sheet, png_bytes
-    from mar_grpo.rollout import generate, noise_key
-
-    sampling = load_recipe(recipe, overrides).evaluation_sampling
-    keys = [noise_key(seed, row, column) for row in range(len(prompts)) for column in range(count)]
-    images = generate(_policy(checkpoint, work), [prompt for prompt in prompts for _ in range(count)], keys, sampling)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(png_bytes(contact_sheet(images.numpy(), count)))
-    return out
-
-
 def _policy(checkpoint: str, work: Path) -> Any:
     from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy
 

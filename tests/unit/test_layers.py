@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # fmt: off
 ROOMS = [
     "errors", "transports", "store", "documents", "progress", "runs", "artifacts", "data", "diffusion", "models",
-    "rollout", "rewards", "algorithms", "training", "evaluation", "config", "launch", "steps", "summary", "cli",
+    "rollout", "rewards", "algorithms", "training", "evaluation", "sampling", "config", "launch", "steps", "summary", "cli",
     "__main__",
 ]
 # fmt: on
