@@ -164,6 +164,14 @@ def test_numbers_of_known_tokens_are_spread_over_the_schedule(parts: int, length
         assert low - 1 <= count <= high
 
 
+def test_known_until_stays_at_the_start_of_the_schedule() -> None:
+    generator = np.random.default_rng(0)
+    assert known_counts(4, 16, generator, 0.2) == [0, 0, 0, 0]  # 16 cos(0.1 pi) = 15.2
+    assert max(max(known_counts(4, 64, generator, 0.5)) for _ in range(50)) in range(
+        15, 20
+    )  # 64 - 64 cos(pi / 4) = 18.7
+
+
 def test_the_loss_reads_unknown_tokens_only_as_targets() -> None:
     """The expected loss of a head that says nothing is the mean square of the velocity, noise - x_0."""
     policy = tiny.policy()  # its head starts at zero
