@@ -142,19 +142,26 @@ def _load_kl16(contents: Contents, path: Path, dtype: torch.dtype | None, to_byt
     else:
         settings = Kl16Config.from_shapes(_shapes(tensors), where=str(path))
     vae = Kl16(settings, to_bytes)
-    ours = {theirs: name for name, theirs in vae.published_names().items()}
+    names = vae.published_names()
+    ours = {theirs: name for name, theirs in names.items()}
     shapes, wanted = vae.model.state_dict(), vae.published_state()
     found = {}
     for name, stored in tensors.items():
         if name in wanted and stored.tensor.shape == wanted[name].shape:
             stored = replace(stored, tensor=stored.tensor.view(shapes[ours[name]].shape))
         found[ours.get(name, name)] = stored
-    _fill(vae.model, found, dtype, path)
+    _fill(vae.model, found, dtype, path, names)
     return vae
 
 
-def _fill(module: nn.Module, tensors: Mapping[str, Stored], dtype: torch.dtype | None, where: Path) -> None:
-    """Give `module` its tensors; it keeps which of them are trained."""
+def _fill(
+    module: nn.Module,
+    tensors: Mapping[str, Stored],
+    dtype: torch.dtype | None,
+    where: Path,
+    published: Mapping[str, str] | None = None,
+) -> None:
+    """Give `module` its tensors; it keeps which are trained. `published`: names for messages, where not its own."""
     wanted = module.state_dict()
     found: dict[str, Tensor] = {}
     for name, stored in tensors.items():
@@ -168,7 +175,7 @@ def _fill(module: nn.Module, tensors: Mapping[str, Stored], dtype: torch.dtype |
         found[name] = stored.read(dtype)
         if not stored.tensor.is_floating_point() or not finite(found[name]):
             raise InputError(f"tensor {stored.name} holds values that are not finite numbers", where=file)
-    missing = [name for name in wanted if name not in found]
+    missing = [(published or {}).get(name, name) for name in wanted if name not in found]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"tensor {missing[0]}{more} missing", where=str(where))

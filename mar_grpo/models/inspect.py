@@ -64,14 +64,22 @@ def describe(uri: str, cache: Path, others: Sequence[str] = ()) -> Description:
 
 def _parts(policy: Policy) -> list[Part]:
     head, trunk = ({id(value) for value in group} for group in (policy.head_parameters(), policy.trunk_parameters()))
-    storages = {value.data_ptr(): id(value) for value in policy.parameters()}
-    rows: dict[tuple[str, bool], dict[str, Tensor]] = {}
+    at = {value.data_ptr(): id(value) for value in policy.parameters()}
+    rows: dict[str, dict[str, Tensor]] = {}
+    trained = set()
     for part, tensors in published_tensors(policy).items():
+        known = {name: at.get(tensor.data_ptr()) for name, tensor in tensors.items()}
+        mixed = any(identity in trunk for identity in known.values())
         for name, tensor in tensors.items():
-            known = storages.get(tensor.data_ptr())
-            label = f"{part}, diffusion head" if known in head else part
-            rows.setdefault((label, known in trunk), {})[name] = tensor
-    return [_part(label, tensors, trained) for (label, trained), tensors in rows.items()]
+            label = part
+            if known[name] in head:
+                label = f"{part}, diffusion head"
+            elif known[name] in trunk:
+                trained.add(label)
+            elif mixed:
+                label = f"{part}, not trained"
+            rows.setdefault(label, {})[name] = tensor
+    return [_part(label, tensors, label in trained) for label, tensors in rows.items()]
 
 
 def _part(name: str, tensors: Mapping[str, Tensor], trained: bool) -> Part:
@@ -92,7 +100,7 @@ def convert(
     cache: Path,
     *,
     layout: Layout = "ours",
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
     others: Sequence[str] = (),
 ) -> str:
     """Write a checkpoint in another layout. Tensors keep their bytes unless `dtype` asks for another storage.
@@ -110,7 +118,8 @@ def convert(
     if store.list(key) or store.exists(key):
         raise InputError("there is something already", where=target, hint="name a new folder or file")
     with tempfile.TemporaryDirectory(dir=_made(Path(store.root) if store.scheme == "file" else cache)) as folder:
-        made = save_policy(policy, Path(folder) / Path(key).name, dtype=dtype, layout=layout)
+        kind = getattr(torch, dtype) if dtype else None
+        made = save_policy(policy, Path(folder) / Path(key).name, dtype=kind, layout=layout)
         if made.is_file():
             return store.put_file(made, key).uri
         if layout == "ours":
