@@ -371,8 +371,10 @@ def _drawn(
     from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy
 
     recipe = recipe_of(run)
+    policy = load_policy(fetch_checkpoint(checkpoint, run.work() / "checkpoints"))
+    policy.keep_features(run.store)
     return evaluate(
-        load_policy(fetch_checkpoint(checkpoint, run.work() / "checkpoints")),
+        policy,
         records,
         sampling=recipe.evaluation_sampling,
         config=recipe.evaluation,

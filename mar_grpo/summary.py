@@ -14,6 +14,7 @@ from mar_grpo.documents import DocumentRef, GateDecision, ScoreTable, TrainingRu
 from mar_grpo.errors import InputError
 from mar_grpo.progress import View
 from mar_grpo.runs import Run
+from mar_grpo.store import Store
 
 
 def collect(run: Run, work: Path, *, with_checkpoint: bool) -> str:
@@ -85,7 +86,9 @@ def evaluation_table(checkpoint: str, recipe: str, overrides: Sequence[str], wor
 def _policy(checkpoint: str, work: Path) -> Any:
     from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy
 
-    return load_policy(fetch_checkpoint(checkpoint, work / "checkpoints"))
+    policy = load_policy(fetch_checkpoint(checkpoint, work / "checkpoints"))
+    policy.keep_features(Store(str(work.resolve())))
+    return policy
 
 
 def _records(run: Run) -> dict[str, dict[str, DocumentRef]]:

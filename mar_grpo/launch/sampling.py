@@ -14,6 +14,7 @@ from mar_grpo.data.prompts import parse_row, read_prompt_file
 from mar_grpo.errors import InputError
 from mar_grpo.launch.local import run_workers
 from mar_grpo.progress import View
+from mar_grpo.store import Store
 
 
 def sample_files(
@@ -58,6 +59,7 @@ def sample_files(
         with group.together():
             place, *beside = (fetch_checkpoint(uri, work / "checkpoints") for uri in (checkpoint, *others))
             policy, digest = load_policy(place, others=beside), folder_digest(place)
+            policy.keep_features(Store(str(work.resolve())), "text_features/sample")  # made with invariant arithmetic
 
         def show(done: int, total: int) -> None:
             if view:

@@ -25,9 +25,10 @@ from mar_grpo.errors import InputError
 from mar_grpo.models.blocks import Linear, initialise, known_places
 from mar_grpo.models.kl16 import Kl16
 from mar_grpo.models.mar import Mar, MarConfig, mask_schedule
-from mar_grpo.models.policy import Conditioning, Policy
+from mar_grpo.models.policy import FEATURES, Conditioning, Policy
 from mar_grpo.models.qwen import Qwen
 from mar_grpo.models.text import ChatPrompts
+from mar_grpo.store import Store
 
 WHERE = "config.json"
 NOTES = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")  # published beside the values
@@ -188,6 +189,9 @@ class HarmonPolicy(Policy):
         """Packed prompts, padded on the right. Each is read once and cached."""
         packed = self.text.encode([*prompts, None])
         return Conditioning(pad_sequence(packed[:-1], batch_first=True), packed[-1])
+
+    def keep_features(self, store: Store, prefix: str = FEATURES) -> None:
+        self.text.cache.keep(store, prefix)
 
     def condition(self, conditioning: Conditioning) -> Tensor:
         """[B, T, F], see `qwen.Qwen`; no gradient."""

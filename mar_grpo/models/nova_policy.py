@@ -15,9 +15,10 @@ from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.errors import InputError
 from mar_grpo.models.build import on_meta
 from mar_grpo.models.nova import NovaConfig, NovaTransformer, mask_schedule
-from mar_grpo.models.policy import Conditioning, Policy
+from mar_grpo.models.policy import FEATURES, Conditioning, Policy
 from mar_grpo.models.text import TextEncoder
 from mar_grpo.models.vae import Vae
+from mar_grpo.store import Store
 
 
 class NovaPolicy(Policy):
@@ -95,6 +96,9 @@ class NovaPolicy(Policy):
         """Conditioning of given text features [n_i, text_dim] each (SFT passes `text.encode_trainable(...)`)."""
         length = self.transformer.config.text_token_len
         return Conditioning(self.transformer.pad_text(features), self.transformer.text_embed.weight[:length])
+
+    def keep_features(self, store: Store, prefix: str = FEATURES) -> None:
+        self.text.cache.keep(store, prefix)
 
     def condition(self, conditioning: Conditioning) -> Tensor:
         """Frame tokens [B, Nv, D]; gradient flows."""

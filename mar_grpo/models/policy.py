@@ -19,6 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from mar_grpo.diffusion.gaussian import Schedule
+from mar_grpo.store import Store
+
+FEATURES = "text_features"
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,9 @@ class Policy(nn.Module, ABC):
     def condition_parameters(self) -> list[nn.Parameter]:
         """Those of the trunk that `condition` depends on; empty where the condition is frozen."""
         return []
+
+    def keep_features(self, store: Store, prefix: str = FEATURES) -> None:
+        """Keep in a store what a large text model makes of prompts, and read it there (see `features.FeatureCache`)."""
 
     def frozen_copy(self) -> Self:
         """The same policy with a transformer of its own, without gradient; the other parts are shared."""

@@ -9,8 +9,7 @@ is needed (NOVA, `reference` section 2: padded rows are replaced by the transfor
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mar_grpo.errors import InputError
 from mar_grpo.models.build import initialise, on_meta
+from mar_grpo.models.features import FeatureCache
 from mar_grpo.models.qwen import Qwen
 
 if TYPE_CHECKING:
@@ -28,40 +28,9 @@ if TYPE_CHECKING:
 PHI_CLASSES = ("PhiModel", "PhiEncoderModel", "PhiForCausalLM")
 PAD, UNKNOWN = "<pad>", "<unk>"
 NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_dropout": 0.0}  # equal prompts have equal features
-CACHE_BYTES = 2**28
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # a user's turn in Qwen's chat template
 
 logger = logging.getLogger(__name__)
-
-
-class FeatureCache:
-    """Features by prompt, in at most CACHE_BYTES (the longest unused go first), forgotten when their maker changes."""
-
-    def __init__(self) -> None:
-        self._features: OrderedDict[str | None, Tensor] = OrderedDict()
-        self._version: Hashable = None
-
-    def find(self, prompts: Sequence[str | None], version: Hashable, make: Callable[[Any], Tensor]) -> list[Tensor]:
-        """Features of each prompt, made one by one where unknown: to the last bit they depend on no other prompt."""
-        if version != self._version:
-            self._features.clear()
-            self._version = version
-        found = []
-        for prompt in prompts:
-            if prompt not in self._features:
-                self._features[prompt] = make(prompt)
-            self._features.move_to_end(prompt)
-            found.append(self._features[prompt])
-        used = sum(features.nbytes for features in self._features.values())
-        while used > CACHE_BYTES and len(self._features) > 1:
-            used -= self._features.popitem(last=False)[1].nbytes
-        return found
-
-
-def weights_version(module: nn.Module) -> Hashable:
-    """Changes when a parameter of `module` is written, moved or cast."""
-    parameters = list(module.parameters())
-    return parameters[0].device, parameters[0].dtype, sum(parameter._version for parameter in parameters)
 
 
 class TextEncoder(nn.Module):
@@ -78,7 +47,7 @@ class TextEncoder(nn.Module):
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
-        self._cache = FeatureCache()
+        self.cache = FeatureCache(model, tokenizer, "hidden", max_tokens)
         self._warned = False
 
     @classmethod
@@ -158,8 +127,7 @@ class TextEncoder(nn.Module):
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> list[Tensor]:
         """Features of each prompt, float32 [n_i, text_dim], from a bounded cache that empties when weights change."""
-        version = weights_version(self)
-        return self._cache.find(prompts, version, lambda prompt: self._features([self.token_ids(prompt)])[0])
+        return self.cache.find(prompts, lambda prompt: self._features([self.token_ids(prompt)])[0])
 
     def encode_trainable(self, prompts: Sequence[str]) -> list[Tensor]:
         """As `encode`, in one padded batch, without the cache and with gradient (SFT of a small model; RL never)."""
@@ -194,7 +162,7 @@ class ChatPrompts:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.llm, self.tokenizer, self.max_tokens = llm, tokenizer, max_tokens
-        self._cache = FeatureCache()
+        self.cache = FeatureCache(llm.model, tokenizer, "prompt", CHAT)
 
     def token_ids(self, prompt: str | None) -> list[int]:
         """Ids of "Generate an image: {prompt}" (None: of "Generate an image.") as a user's turn.
@@ -215,7 +183,7 @@ class ChatPrompts:
 
     def encode(self, prompts: Sequence[str | None]) -> list[Tensor]:
         """Packed prompts [n_i, F] (None: no prompt), from a bounded cache that empties when weights change."""
-        return self._cache.find(prompts, weights_version(self.llm), self._prefill)
+        return self.cache.find(prompts, self._prefill)
 
     def _prefill(self, prompt: str | None) -> Tensor:
         ids = torch.tensor([self.token_ids(prompt)], device=self.llm.device)

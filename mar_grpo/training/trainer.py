@@ -120,6 +120,7 @@ def train(
     torch.set_flush_denormal(True)  # GELU's far tail makes them, and they slow CPU matrix products five times
     with Processes() as processes:
         policy = load_policy(fetch_checkpoint(checkpoint, work / f"rank{processes.rank}")).eval().requires_grad_(False)
+        policy.keep_features(store)
         trained = trained_parameters(policy, recipe.algorithm.trained)
         for parameter in trained.values():
             parameter.requires_grad_(True)

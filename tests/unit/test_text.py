@@ -10,7 +10,7 @@ import torch
 from transformers import PhiConfig, PhiModel, PreTrainedTokenizerFast
 
 from mar_grpo.errors import InputError
-from mar_grpo.models import text as text_module
+from mar_grpo.models import features
 from mar_grpo.models.text import TextEncoder, make_word_tokenizer
 from tests.unit import tiny
 
@@ -59,7 +59,7 @@ def test_the_cache_forgets_when_weights_change() -> None:
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_module, "CACHE_BYTES", 3 * 2 * 16 * 4)
+    monkeypatch.setattr(features, "MEMORY_BYTES", 3 * 2 * 16 * 4)
     text = encoder()
     first = text.encode(["a dog"])[0]
     text.encode(["a circle", "a photo", "a apple"])
