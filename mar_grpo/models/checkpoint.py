@@ -38,7 +38,7 @@ from mar_grpo.models.layouts import Contents, Stored, finite, open_contents, rea
 from mar_grpo.models.mar import Mar, MarConfig, MarPolicy
 from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.models.policy import Policy
-from mar_grpo.models.published import mar_of, qwen_of
+from mar_grpo.models.published import mar_of, qwen_of, refuse_unknown
 from mar_grpo.models.vae import harmon_bytes, mar_bytes
 
 __all__ = ["fetch_checkpoint", "folder_digest", "load_policy", "publish_checkpoint", "save_policy"]
@@ -78,13 +78,15 @@ def _load_nova(folder: Path, dtype: torch.dtype | None) -> NovaPolicy:
     family = read_config(index).get("_class_name")
     if family != NOVA:
         raise InputError(f"checkpoint family {family} is not supported, {NOVA} is", where=f"{index}: _class_name")
+    text = read_config(folder / "text_encoder/config.json")
     policy = NovaPolicy.from_configs(
         read_config(folder / "transformer/config.json"),
         read_config(folder / "vae/config.json"),
-        read_config(folder / "text_encoder/config.json"),
+        text,
         _read_tokenizer(folder / "tokenizer/tokenizer.json"),
         read_config(folder / "scheduler/scheduler_config.json"),
     )
+    refuse_unknown(text, "phi", where=str(folder / "text_encoder/config.json"))
     for module, name, stem, form in (
         (policy.transformer, "transformer", DIFFUSERS_STEM, dict),
         (policy.vae.model, "vae", DIFFUSERS_STEM, _current_vae_form),
@@ -115,6 +117,7 @@ def _load_harmon(contents: Contents, path: Path, dtype: torch.dtype | None) -> H
     config.setdefault("mar", _mar_config(contents, path).to_dict())
     settings = HarmonConfig.from_dict(config)
     network = on_meta(lambda: Harmon(settings))
+    refuse_unknown(settings.llm, "qwen2", where=f"{path}: config.json: llm")
     tensors = {name: stored for name, stored in contents.tensors.items() if not name.startswith("vae.")}
     head, embedding = tensors.pop("llm.lm_head.weight", None), tensors.get("llm.model.embed_tokens.weight")
     if head and embedding and not torch.equal(head.tensor, embedding.tensor):

@@ -49,6 +49,9 @@ def publish_checkpoint(
 
 def _identity(folder: Path) -> tuple[str, dict[str, Any]]:
     """Family and configuration of a saved folder."""
+    hint = "only folders as we save them have a document; `mar-grpo checkpoint convert` makes one of anything else"
+    if not any((folder / name).exists() for name in ("config.json", "model_index.json")):
+        raise InputError("checkpoint has neither config.json nor model_index.json", where=str(folder), hint=hint)
     if (folder / "config.json").exists():
         config = read_config(folder / "config.json")
         return config.get("model_type", "mar"), config

@@ -31,6 +31,12 @@ QWENS: dict[str, dict[str, Any]] = {
     "Qwen2.5-1.5B-Instruct": _QWEN
     | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
 }
+# What releases of transformers before 5 wrote into a config.json beside today's keys and those of generation.
+_OLD_KEYS = """
+    add_cross_attention attn_implementation auto_map cross_attention_hidden_size finetuning_task is_decoder
+    partial_rotary_factor prefix pruned_heads rope_scaling rope_theta sep_token_id task_specific_params tf_legacy_loss
+    tie_encoder_decoder tokenizer_class torch_dtype torchscript use_bfloat16
+""".split()  # noqa: SIM905
 MARS: dict[str, dict[str, Any]] = {name: {"type": name} for name in SIZES}
 
 
@@ -65,3 +71,20 @@ def _fitting(
         what = f"the sizes are none of the published {', '.join(known)}"
         raise InputError(what, where=where, hint="put the model's config.json beside it")
     return best
+
+
+def refuse_unknown(config: Mapping[str, Any], kind: str, *, where: str) -> None:
+    """Refuse keys of a text model's config.json that transformers, which would pass over them, never wrote.
+
+    Args:
+        kind: model_type, "phi" or "qwen2".
+
+    Raises:
+        InputError: names the first such key.
+    """
+    from transformers import AutoConfig, GenerationConfig  # seconds
+
+    known = {*AutoConfig.for_model(kind).to_dict(), *GenerationConfig().to_dict(), *_OLD_KEYS}
+    unknown = sorted(key for key in config.keys() - known if not key.startswith("_"))
+    if unknown:
+        raise InputError(f"unknown key {unknown[0]!r}", where=where)

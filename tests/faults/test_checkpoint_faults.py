@@ -162,11 +162,21 @@ def test_wrong_configurations(copies: dict[str, Path], family: str) -> None:
     refused(copies[family], "cannot be read")
 
 
-def test_an_unknown_key_of_the_language_model(copies: dict[str, Path]) -> None:
+def test_wrong_language_models(copies: dict[str, Path]) -> None:
     config = copies["harmon"] / "config.json"
     content = json.loads(config.read_text())
-    config.write_text(json.dumps(content | {"llm": content["llm"] | {"model_type": "llama"}}))
-    refused(copies["harmon"], "llama is not supported")
+    for changed, message in (
+        ({"model_type": "llama"}, "language model llama is not supported"),
+        ({"hiden_size": 16}, r"unknown key 'hiden_size' .*config\.json: llm"),
+        ({"num_experts": 16}, "unknown key 'num_experts'"),
+        ({"use_sliding_window": True}, "sliding windows are not supported"),
+    ):
+        config.write_text(json.dumps(content | {"llm": content["llm"] | changed}))
+        refused(copies["harmon"], message)
+    # What older releases of transformers wrote is known.
+    old = {"rope_theta": 10000.0, "torch_dtype": "bfloat16", "pruned_heads": {}, "top_k": 50, "_attn_x": None}
+    config.write_text(json.dumps(content | {"llm": content["llm"] | old}))
+    load_policy(copies["harmon"])
 
 
 def test_a_family_for_another(copies: dict[str, Path]) -> None:

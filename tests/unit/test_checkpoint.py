@@ -202,6 +202,11 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "_class_name is 'UNet'",
     ),
     "unknown key": ("transformer/config.json", lambda p: change_json(p, lambda c: c.update(qk_norm=True)), "'qk_norm'"),
+    "unknown key of the text encoder": (
+        "text_encoder/config.json",
+        lambda p: change_json(p, lambda c: c.update(hiden_size=16)),
+        "unknown key 'hiden_size'",
+    ),
     "no weights": (T, Path.unlink, "file is missing"),
     "cut weights": (T, cut, "cut or damaged"),
     "empty weights": (T, lambda p: p.write_bytes(b""), "cut or damaged"),
