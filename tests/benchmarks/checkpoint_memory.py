@@ -71,6 +71,8 @@ def write(family: str, folder: Path, layout: str) -> int:
     for tensor in policy.state_dict().values():
         tensor.copy_(block.repeat(-(-tensor.numel() // len(block)))[: tensor.numel()].view(tensor.shape))
     save_policy(policy, folder, layout="published" if layout == "published" else "ours")
+    if layout == "published":
+        (folder / "config.json").unlink()  # as it is published: sizes follow from the tensors
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

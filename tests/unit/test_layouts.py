@@ -18,8 +18,10 @@ from mar_grpo.documents import Checkpoint, read_document
 from mar_grpo.errors import InputError
 from mar_grpo.models.checkpoint import fetch_checkpoint, folder_digest, load_policy, publish_checkpoint, save_policy
 from mar_grpo.models.export import published_tensors
+from mar_grpo.models.kl16 import Kl16, Kl16Config
 from mar_grpo.models.layouts import open_contents
 from mar_grpo.models.policy import Policy
+from mar_grpo.models.vae import mar_bytes
 from mar_grpo.store import Store
 from tests.unit import tiny_mar
 
@@ -200,6 +202,30 @@ def test_a_mar_configuration_with_nothing_around_it(tmp_path: Path) -> None:
     folder = save_policy(policy, tmp_path / "one")
     (folder / "config.json").write_text(json.dumps(tiny_mar.MAR))
     assert same(flat(load_policy(folder)), flat(policy))  # the autoencoder's sizes follow from its tensors
+
+
+@pytest.mark.parametrize("family", ["mar", "harmon"])
+def test_recorded_weights_load_as_a_checkpoint(tmp_path: Path, family: str) -> None:
+    """The conformance sets' own files (published names, 8 and 16 bits), with an autoencoder made for them beside."""
+    golden = Path(__file__).parents[1] / "golden" / family / "a"
+    shutil.copy(golden / "weights.safetensors", tmp_path)
+    manifest = json.loads((golden / "manifest.json").read_text())
+    config = manifest.get("config")
+    if family == "harmon":  # its type stands for other sizes than those recorded beside it
+        mar = {
+            key: value for key, value in (manifest["mar"] | manifest["mar_arch"]).items() if key not in ("type", "note")
+        }
+        config = {"model_type": "harmon", "llm": manifest["llm"], "mar": mar}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(tiny_mar.tokenizer().to_str())
+    vae = Kl16(Kl16Config(ch=32, ch_mult=(1,) * 5, num_res_blocks=1), mar_bytes, torch.Generator().manual_seed(0))
+    save_file(
+        {name: value.contiguous() for name, value in vae.published_state().items()}, tmp_path / "kl16.safetensors"
+    )
+    expected = load_file(golden / "weights.safetensors")
+    found = {name: value for name, value in flat(load_policy(tmp_path)).items() if not name.startswith("vae.")}
+    prefix = "" if family == "harmon" else "mar."
+    assert same(found, {prefix + name: value.float() for name, value in expected.items()})
 
 
 def test_layouts_say_what_they_are(tmp_path: Path) -> None:
