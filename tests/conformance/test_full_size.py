@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mar_grpo.errors import InputError
 from mar_grpo.models.build import on_meta
 from mar_grpo.models.harmon import Harmon, HarmonConfig
 from mar_grpo.models.kl16 import Kl16, Kl16Config
@@ -56,6 +57,15 @@ def test_mar(name: str) -> None:
     assert sum(value.numel() for value in model.parameters()) == LISTING[name]["params"]
     assert sum(value.numel() for value in model.head_parameters()) == LISTING[name]["head_params"]
     assert mar_of(shapes(model), where="file") == {"type": name}
+
+
+def test_a_model_is_known_in_spite_of_one_wrong_tensor() -> None:
+    found = shapes(on_meta(lambda: Mar(MarConfig.from_dict({"type": "mar_base"}))))
+    assert mar_of(found | {"z_proj.weight": torch.Size([7, 16])}, where="file") == {"type": "mar_base"}
+    with pytest.raises(InputError, match=r"none of the published mar_base, mar_large, mar_huge \(file\)"):
+        mar_of({name: shape for name, shape in found.items() if "encoder" in name}, where="file")
+    kl16 = kl16_shapes("")
+    assert Kl16Config.from_shapes(kl16 | {"encoder.conv_in.weight": torch.Size([7])}, where="file") == Kl16Config()
 
 
 def test_kl16() -> None:

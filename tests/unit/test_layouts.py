@@ -101,6 +101,22 @@ def test_a_torch_file_alone(policy: Policy, tmp_path: Path) -> None:
     assert same(flat(load_policy(file)), flat(policy))
 
 
+@pytest.mark.parametrize("layout", ["ours", "published"])
+def test_weights_are_the_mapped_file(tmp_path: Path, layout: Any) -> None:
+    """No copy is made where none is needed; and writing to a parameter leaves the file as it is."""
+    folder = save_policy(tiny_mar.mar(), tmp_path / "one", layout=layout)
+    before = folder_digest(folder)
+    loaded = load_policy(folder)
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in mapped]
+    for parameter in loaded.parameters():
+        assert any(start <= parameter.data_ptr() < end for start, end in spans)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.add_(1.0)
+    assert folder_digest(folder) == before
+
+
 def test_the_same_pictures(policy: Policy, tmp_path: Path) -> None:
     loaded = load_policy(save_policy(policy, tmp_path / "one"))
     tokens = torch.randn(2, policy.num_tokens, policy.token_dim, generator=torch.Generator().manual_seed(0))
