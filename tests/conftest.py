@@ -7,10 +7,14 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from mar_grpo.launch import object_store
 from mar_grpo.store import Store
+
+hypothesis.settings.register_profile("house", deadline=None)  # tests assert behaviour, never wall time
+hypothesis.settings.load_profile("house")
 
 
 @pytest.fixture(scope="session")

@@ -16,14 +16,11 @@ import numpy as np
 
 from mar_grpo.data.prompts import PromptRecord, read_prompt_file, validated
 from mar_grpo.data.scenes import (
+    MORE_CAPTIONS,
     TAGS,
     Split,
     compositions,
-    mixed_record,
     noisy_scene_for,
-    placed_pair_record,
-    placed_record,
-    related_record,
     render,
 )
 from mar_grpo.data.shards import Sample, write_shards
@@ -33,12 +30,7 @@ from mar_grpo.errors import InputError
 from mar_grpo.store import Store
 
 EMOJI_SOURCE = "emoji"
-MORE_CAPTIONS = {  # beyond the six kinds of evaluation
-    "mixed": mixed_record,
-    "related": related_record,
-    "placed": placed_record,
-    "placed_pair": placed_pair_record,
-}
+MORE_DRAWS = 1000  # captions of each further kind among training prompts, before those drawn twice are taken out
 Part = Literal["train", "evaluation"]
 
 
@@ -75,6 +67,8 @@ def prompt_records(config: DataConfig, part: Part) -> list[PromptRecord]:
     or if `tag_weights` names a tag that is not there.
     """
     train, evaluation = _records(config.train, "train"), _records(config.evaluation, "held_out")
+    if config.train == EMOJI_SOURCE:
+        train += _more_records(config)
     _check_separate(train, evaluation, config)
     distinct = list({record.prompt_id: record for record in (train if part == "train" else evaluation)}.values())
     if part == "evaluation":
@@ -92,6 +86,17 @@ def _records(source: str, split: Split) -> list[PromptRecord]:
     if source == EMOJI_SOURCE:
         return [validated(record, where=f"emoji prompt {record['prompt']!r}") for record in compositions(split)]
     return read_prompt_file(source)
+
+
+def _more_records(config: DataConfig) -> list[PromptRecord]:
+    """Training prompts of the kinds beyond the six that `tag_weights` names."""
+    records = []
+    for number, (tag, draw) in enumerate(MORE_CAPTIONS.items()):
+        if config.tag_weights.get(tag):
+            rng = np.random.default_rng([config.seed, number])
+            drawn = {record["prompt"]: record for record in (draw(rng) for _ in range(MORE_DRAWS))}
+            records += [validated(record, where=f"emoji prompt {prompt!r}") for prompt, record in drawn.items()]
+    return records
 
 
 def _check_separate(train: Sequence[PromptRecord], evaluation: Sequence[PromptRecord], config: DataConfig) -> None:

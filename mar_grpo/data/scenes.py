@@ -126,6 +126,14 @@ def placed_pair_record(rng: np.random.Generator) -> Record:
     return record | {"tag": "placed_pair", "prompt": prompt}
 
 
+MORE_CAPTIONS = {  # kinds beyond the six of evaluation
+    "mixed": mixed_record,
+    "related": related_record,
+    "placed": placed_record,
+    "placed_pair": placed_pair_record,
+}
+
+
 def _two_things(rng: np.random.Generator) -> list[Record]:
     names = [str(name) for name in rng.permutation(CLASSES)[:2]]
     return [

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mar_grpo.data.prompts import GENEVAL_TAGS
+from mar_grpo.data.scenes import MORE_CAPTIONS
 from mar_grpo.data.shards import Sample, read_shard
 from mar_grpo.documents import PromptSet
 from mar_grpo.errors import InputError
@@ -33,7 +34,8 @@ class DataConfig(BaseModel):
     train_prompts: int | None = Field(default=None, ge=1, description="distinct training prompts; all if absent")
     evaluation_prompts: int | None = Field(default=300, ge=1, description="distinct held-out prompts; all if absent")
     tag_weights: dict[str, float] = Field(
-        default={}, description="share of each tag in an epoch; absent: even for emoji, as they are for a file"
+        default={},
+        description="share of each tag in an epoch; absent: even over the six kinds for emoji, as they are for a file",
     )
     separate_by: Literal["composition", "request"] = Field(
         default="composition",
@@ -48,8 +50,9 @@ class DataConfig(BaseModel):
         for tag, weight in self.tag_weights.items():
             if weight < 0:
                 raise ValueError(f"tag_weights.{tag} is {weight}; a share cannot be negative")
-            if self.train == "emoji" and tag not in GENEVAL_TAGS:
-                raise ValueError(f"tag_weights.{tag}: the emoji prompts have the tags {', '.join(GENEVAL_TAGS)}")
+            known = (*GENEVAL_TAGS, *MORE_CAPTIONS)
+            if self.train == "emoji" and tag not in known:
+                raise ValueError(f"tag_weights.{tag}: the emoji prompts have the tags {', '.join(known)}")
         if self.tag_weights and not any(self.tag_weights.values()):
             raise ValueError("tag_weights: at least one tag needs a positive share")
         return self

@@ -29,7 +29,7 @@ class SftData(BaseModel):
         source, validation: "emoji" for scenes made on the spot, or the URI of a prompt-set document of kind `scenes`.
         scenes, validation_scenes: how many emoji scenes are made.
         mixed_captions: whether every second emoji scene has a caption beyond the six kinds of evaluation.
-        tag_weights: ratio in which the tags and those of data.build.MORE_CAPTIONS are drawn to train; empty: in turn.
+        tag_weights: ratio in which the tags and those of data.scenes.MORE_CAPTIONS are drawn to train; empty: in turn.
         caption_noise: share of emoji scenes that differ from their caption in one fact, as captions from the web do.
     """
 

@@ -4,9 +4,10 @@
     python -m mar_grpo.training.tiny --vae build/emoji-6/vae --pictures build/emoji-6 --out build/fresh
 
 16 image tokens of 32 numbers (latent 8 x 8 x 8, patch 2 by the published rule), 4 condition tokens, 2.5 M parameters.
-The text encoder is a two-layer Phi that knows the words of the emoji prompts; SFT trains it too, once. With `--pictures`
-what draws (image encoder, head) comes from a trained checkpoint, and what reads starts anew: a reader that has learnt to
-look at names only hardly ever learns relations.
+The text encoder is a two-layer Phi that knows the words of the emoji prompts; SFT trains it too, once.
+
+With `--pictures` what draws (image encoder, head) comes from a trained checkpoint and what reads starts anew: a reader
+that has learnt to look at names only hardly ever learns relations.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from mar_grpo.data.build import MORE_CAPTIONS
 from mar_grpo.data.prompts import validated
 from mar_grpo.data.scenes import (
     GLYPHS,
+    MORE_CAPTIONS,
     Record,
     Scene,
     compositions,

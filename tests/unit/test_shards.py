@@ -223,3 +223,12 @@ def test_no_cut_shard_is_ever_read(data: st.DataObject) -> None:
     except InputError as error:
         assert "shard.tar" in str(error)
         assert length < 3 * 1536 + 1024
+
+
+def test_training_prompts_can_be_of_further_kinds_and_evaluation_never_is() -> None:
+    config = DataConfig(tag_weights={"position": 1, "related": 1, "mixed": 2})
+    counts = Counter(record.tag for record in prompt_records(config, "train"))
+    assert set(counts) == {"position", "related", "mixed"}
+    assert counts["mixed"] == pytest.approx(2 * counts["position"], rel=0.4)
+    assert {record.tag for record in prompt_records(config, "evaluation")} == set(TAGS)
+    assert prompt_records(config, "train") == prompt_records(config, "train")
