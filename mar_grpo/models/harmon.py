@@ -16,9 +16,9 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from mar_grpo.diffusion.respaced import RespacedSchedule
 from mar_grpo.errors import InputError
@@ -64,7 +64,7 @@ class HarmonConfig:
         if unknown:
             raise InputError(f"unknown key {unknown[0]!r}", where=WHERE)
         made = cls(dict(given["llm"]), MarConfig.from_dict(dict(given["mar"])), tuple(size) if size else None)
-        pixels = made.token_pixels
+        pixels = made.mar.token_pixels
         if any(side < pixels or side % pixels for side in made.image_size or ()):
             raise InputError(f"image_size: {size} is no multiple of {pixels} px a token", where=WHERE)
         return made
@@ -75,16 +75,11 @@ class HarmonConfig:
         return {"model_type": "harmon", "llm": self.llm, "mar": self.mar.to_dict(), **size}
 
     @property
-    def token_pixels(self) -> int:
-        """Pixels per token side."""
-        return self.mar.vae_stride * self.mar.patch_size
-
-    @property
     def grid(self) -> tuple[int, int]:
         """(rows, columns) of tokens of an image."""
         if self.image_size is None:
             return self.mar.grid
-        return self.image_size[0] // self.token_pixels, self.image_size[1] // self.token_pixels
+        return self.image_size[0] // self.mar.token_pixels, self.image_size[1] // self.mar.token_pixels
 
 
 class Harmon(nn.Module):
@@ -186,9 +181,14 @@ class HarmonPolicy(Policy):
         return mask_schedule(self.num_tokens, ar_steps)
 
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
-        """Packed prompts, padded on the right. Each is read once and cached."""
-        packed = self.text.encode([*prompts, None])
-        return Conditioning(pad_sequence(packed[:-1], batch_first=True), packed[-1])
+        """Packed prompts, each read once and cached, padded on the right by 16 or more to a multiple of 64.
+
+        So attention has the same shape, and what is left over at its end is padding, whatever prompts are together: an
+        image does not depend on its batch.
+        """
+        *packed, empty = self.text.encode([*prompts, None])
+        length = -(-(max(map(len, packed)) + 16) // 64) * 64
+        return Conditioning(torch.stack([F.pad(part, (0, 0, 0, length - len(part))) for part in packed]), empty)
 
     def keep_features(self, store: Store, prefix: str = FEATURES) -> None:
         self.text.cache.keep(store, prefix)
@@ -218,7 +218,7 @@ class HarmonPolicy(Policy):
         return self.vae.decode(self.transformer.mar.unpatchify(tokens.detach().float()))
 
     def encode_images(self, images: Tensor | np.ndarray) -> Tensor:
-        size = tuple(side * self.transformer.config.token_pixels for side in self.transformer.mar.grid)
+        size = tuple(side * self.transformer.config.mar.token_pixels for side in self.transformer.mar.grid)
         if tuple(images.shape[1:3]) != size:
             raise InputError(f"images are {tuple(images.shape[1:3])} px, the model makes {size} px")
         return self.transformer.mar.patchify(self.vae.encode(images))

@@ -98,7 +98,7 @@ class Qwen(nn.Module):
         """`written` collects each layer's keys, then values, [B, N, 2*kv_heads*head_dim]."""
         x = x.to(self.model.embed_tokens.weight.dtype)
         given = prompt[..., -1] > 0
-        cos, sin = self._rotation(given.sum(1, keepdim=True) + torch.arange(x.shape[1], device=x.device), x.dtype)
+        cos, sin = self._rotation(given.sum(1), x.shape[1], given.shape[1], x.dtype)
         # New keys come before those of the prompt: attention has no order, and padding, last, then shifts nothing.
         causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         seen = torch.cat([causal.expand(len(x), -1, -1), given[:, None].expand(-1, x.shape[1], -1)], dim=2)[:, None]
@@ -124,13 +124,19 @@ class Qwen(nn.Module):
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.model.norm(x)
 
-    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, 1, N, head_dim] of positions [B, N], from float32 frequencies whatever the weights' dtype."""
+    def _rotation(self, start: Tensor, count: int, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, 1, count, head_dim] of the positions from `start` [B] (at most `longest`) on.
+
+        They are float32 whatever the weights' dtype, and come from a table of whole vector registers: no value is then
+        rounded as one left over at the end of a batch.
+        """
         own: Any = self.model.get_submodule("layers.0.self_attn")
-        steps = torch.arange(0, own.head_dim, 2, device=positions.device).float() / own.head_dim
-        angle = positions[:, None, :, None].float() * (1.0 / self.config.rope_parameters["rope_theta"] ** steps)
-        angle = torch.cat([angle, angle], dim=-1)
-        return angle.cos().to(dtype), angle.sin().to(dtype)
+        rows = torch.arange(-(-(longest + count) // 16) * 16, device=start.device).float()
+        steps = torch.arange(0, own.head_dim, 2, device=start.device).float() / own.head_dim
+        angle = rows[:, None] * (1.0 / self.config.rope_parameters["rope_theta"] ** steps)
+        positions = start[:, None] + torch.arange(count, device=start.device)
+        cos, sin = (part.repeat(1, 2).to(dtype)[positions][:, None] for part in (angle.cos(), angle.sin()))
+        return cos, sin
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}lm_head.weight", None)

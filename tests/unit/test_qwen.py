@@ -69,8 +69,8 @@ def test_gradient_passes_through_but_stays_out_of_the_model() -> None:
 
 
 def test_positions_are_exact_in_16_bits() -> None:
-    cos, sin = qwen().to(torch.bfloat16)._rotation(torch.tensor([[999, 1000]]), torch.float32)
-    expected = qwen()._rotation(torch.tensor([[999, 1000]]), torch.float32)
+    cos, sin = qwen().to(torch.bfloat16)._rotation(torch.tensor([999]), 2, 1000, torch.float32)
+    expected = qwen()._rotation(torch.tensor([999]), 2, 1000, torch.float32)
     assert torch.equal(cos, expected[0]) and torch.equal(sin, expected[1])
     assert qwen().to(torch.bfloat16).prefill(IDS)[1].dtype == torch.bfloat16
 
