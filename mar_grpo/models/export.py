@@ -186,9 +186,17 @@ def _mar_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    special, vocabulary = {"pad_token": PAD, "unk_token": UNKNOWN}, tokenizer.get_vocab()
-    config = {key: token for key, token in special.items() if token in vocabulary}
-    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | config)
+    vocabulary = tokenizer.get_vocab()
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "right"}
+    for key, token in (
+        ("pad_token", PAD),
+        ("pad_token", "<|endoftext|>"),  # of Qwen
+        ("unk_token", UNKNOWN),
+        ("eos_token", "<|im_end|>"),
+    ):
+        if token in vocabulary:
+            config.setdefault(key, token)
+    _write_json(folder / "tokenizer_config.json", config)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
