@@ -41,21 +41,22 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's overloads for closures
         """Update every matrix that has a gradient; those of one shape together."""
         for group in self.param_groups:
-            alike: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     alike[parameter.shape].append(parameter)
             for shape, parameters in alike.items():
                 directions = []
                 for parameter in parameters:
-                    state = self.state[parameter]
+                    state, gradient = self.state[parameter], parameter.grad
+                    assert gradient is not None
                     if not state:
                         state["momentum_buffer"] = torch.zeros_like(parameter)
-                    state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-                    directions.append(parameter.grad.lerp(state["momentum_buffer"], group["momentum"]))
+                    state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+                    directions.append(gradient.lerp(state["momentum_buffer"], group["momentum"]))
                 rate = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(parameters, list(orthogonalised(torch.stack(directions))), alpha=-rate)
