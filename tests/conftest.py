@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mar_grpo.store import Store
 
 hypothesis.settings.register_profile("house", deadline=None)  # tests assert behaviour, never wall time
 hypothesis.settings.load_profile("house")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup, and then by every process a test starts
 
 
 @pytest.fixture(scope="session")
