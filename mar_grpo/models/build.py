@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import nn
 
+from mar_grpo.errors import InputError
+
 Module = TypeVar("Module", bound=nn.Module)
+Config = TypeVar("Config", bound=BaseModel)
+
+
+def read_published(kind: type[Config], values: Mapping[str, Any], *, where: str) -> Config:
+    """A published configuration. Raises InputError naming the key that is missing, unknown or wrong."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        places = [str(part) for number, part in enumerate(first["loc"]) if number == 0 or isinstance(part, int)]
+        key = ".".join(places)  # without the names of the types that were tried
+        if first["type"] == "extra_forbidden":
+            raise InputError(f"unknown key {key!r}", where=where) from error
+        what = str(first["msg"]).removeprefix("Value error, ")
+        raise InputError(f"{key}: {what}" if key else what, where=where) from error
 
 
 def on_meta(factory: Callable[[], Module]) -> Module:

@@ -14,24 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from mar_grpo.diffusion.respaced import RespacedSchedule
 from mar_grpo.errors import InputError
 from mar_grpo.models.blocks import Linear, initialise, known_places
 from mar_grpo.models.kl16 import Kl16
-from mar_grpo.models.mar import Mar, MarConfig, mask_schedule
-from mar_grpo.models.policy import FEATURES, Conditioning, Policy
+from mar_grpo.models.layouts import HOUSEKEEPING
+from mar_grpo.models.mar import Mar, MarConfig, MarFamilyPolicy
+from mar_grpo.models.policy import FEATURES, Conditioning
 from mar_grpo.models.qwen import Qwen
 from mar_grpo.models.text import ChatPrompts
 from mar_grpo.store import Store
 
 WHERE = "config.json"
-NOTES = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")  # published beside the values
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class HarmonConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> HarmonConfig:
         """Read a published config. Raises InputError naming the key that is missing, unknown or wrong."""
-        given = {key: value for key, value in config.items() if key not in NOTES and not key.startswith("_")}
+        given = {key: value for key, value in config.items() if key not in HOUSEKEEPING and not key.startswith("_")}
         if given.pop("model_type", "harmon") != "harmon":
             raise InputError(f"model_type is {config['model_type']!r}, not 'harmon'", where=WHERE)
         for key in ("llm", "mar"):
@@ -129,7 +127,7 @@ class Harmon(nn.Module):
         return x.roll(self.config.mar.buffer_size, dims=1)
 
 
-class HarmonPolicy(Policy):
+class HarmonPolicy(MarFamilyPolicy):
     """Harmon as a policy: MAR is trained (head aside); language model, projections and autoencoder are frozen.
 
     Args:
@@ -141,44 +139,20 @@ class HarmonPolicy(Policy):
     """
 
     transformer: Harmon
-    vae: Kl16
     text: ChatPrompts
 
     def __init__(self, transformer: Harmon, vae: Kl16, tokenizer: Tokenizer) -> None:
         super().__init__()
         mar, llm = transformer.config.mar, transformer.llm
-        for what, ours, theirs in (
-            (
-                "mar.vae_embed_dim against the autoencoder's channels",
-                mar.vae_embed_dim,
-                vae.model.config["latent_channels"],
-            ),
-            ("mar.vae_stride against pixels per latent", mar.vae_stride, vae.stride),
-        ):
-            if ours != theirs:
-                raise InputError(f"parts do not fit: {what}, {ours} != {theirs}", where=WHERE)
+        self._join(transformer, mar, vae)
         room = llm.config.max_position_embeddings - mar.buffer_size - transformer.mar.num_tokens
-        self.transformer, self.vae = transformer, vae.requires_grad_(False)
         for part in (llm, transformer.proj_in, transformer.proj_out):
             part.requires_grad_(False)
         self.text = ChatPrompts(llm, tokenizer, room)
 
     @property
-    def num_tokens(self) -> int:
-        return self.transformer.mar.num_tokens
-
-    @property
-    def token_dim(self) -> int:
-        return self.transformer.config.mar.token_dim
-
-    def schedule(
-        self, num_steps: int | str, *, eta: float = 0.7, last_step_deterministic: bool = True
-    ) -> RespacedSchedule:
-        """The cosine DDPM with a learned variance; `num_steps` may be a respacing. The flow's options mean nothing."""
-        return RespacedSchedule(num_steps).to(self.device)
-
-    def mask_schedule(self, ar_steps: int) -> list[int]:
-        return mask_schedule(self.num_tokens, ar_steps)
+    def image_network(self) -> Mar:
+        return self.transformer.mar
 
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
         """Packed prompts, each read once and cached, padded on the right by 16 or more to a multiple of 64.
@@ -197,39 +171,10 @@ class HarmonPolicy(Policy):
         """[B, T, F], see `qwen.Qwen`; no gradient."""
         return conditioning.text
 
-    def ar_latents(
-        self,
-        tokens: Tensor,
-        known: Tensor,
-        cond: Tensor,
-        *,
-        num_known: int | None = None,
-        wanted: Tensor | None = None,
-    ) -> Tensor:
-        return self.transformer.ar_latents(tokens, known, cond, num_known=num_known, wanted=wanted)
-
-    def head_condition(self, z: Tensor) -> Tensor:
-        return self.transformer.mar.head_condition(z)
-
-    def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
-        return self.transformer.mar.head_conditioned(x_t, t, condition).float()
-
-    def decode(self, tokens: Tensor) -> Tensor:
-        return self.vae.decode(self.transformer.mar.unpatchify(tokens.detach().float()))
-
-    def encode_images(self, images: Tensor | np.ndarray) -> Tensor:
-        size = tuple(side * self.transformer.config.mar.token_pixels for side in self.transformer.mar.grid)
-        if tuple(images.shape[1:3]) != size:
-            raise InputError(f"images are {tuple(images.shape[1:3])} px, the model makes {size} px")
-        return self.transformer.mar.patchify(self.vae.encode(images))
-
     def trunk_parameters(self) -> list[nn.Parameter]:
         """MAR's encoder and decoder. `class_emb` is in the checkpoint, but reaches no output."""
         unused = self.transformer.mar.class_emb.weight
         return [value for value in self.transformer.mar.trunk_parameters() if value is not unused]
-
-    def head_parameters(self) -> list[nn.Parameter]:
-        return self.transformer.mar.head_parameters()
 
     def frozen_copy(self) -> Self:
         """The same policy with a MAR of its own, without gradient; the other parts are shared."""

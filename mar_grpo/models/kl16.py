@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_
 from torch import Tensor, nn
 
 from mar_grpo.errors import InputError
-from mar_grpo.models.build import initialise, on_meta
+from mar_grpo.models.build import initialise, on_meta, read_published
 from mar_grpo.models.vae import Vae, nova_bytes
 
 if TYPE_CHECKING:
@@ -90,14 +90,7 @@ class Kl16Config(BaseModel):
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], *, where: str = "config.json: vae") -> Kl16Config:
         """Raises InputError naming the key that is unknown or wrong."""
-        try:
-            return cls(**config)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key, what = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
-            if first["type"] == "extra_forbidden":
-                raise InputError(f"unknown key {key!r}", where=where) from error
-            raise InputError(f"{key}: {what}" if key else what, where=where) from error
+        return read_published(cls, config, where=where)
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, torch.Size], *, where: str) -> Kl16Config:

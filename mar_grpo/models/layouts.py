@@ -41,7 +41,7 @@ _MAIN = ("model.safetensors", "model.safetensors.index.json", "checkpoint-last.p
 _KL16 = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 _NOVA = ("video_encoder.", "image_encoder.", "image_decoder.")
 # Keys that transformers and diffusers write into any config.json, beside _those; they say nothing about the network.
-_HOUSEKEEPING = {"architectures", "auto_map", "torch_dtype", "dtype", "transformers_version"}
+HOUSEKEEPING = {"architectures", "auto_map", "torch_dtype", "dtype", "transformers_version"}
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _look(path: Path) -> Contents:
 
 def _config(path: Path) -> dict[str, Any]:
     """The parts of a config.json: Harmon's {model_type, llm, mar}, ours with `vae` in addition, or MAR's keys alone."""
-    content = {key: value for key, value in read_config(path).items() if not (key in _HOUSEKEEPING or key[:1] == "_")}
+    content = {key: value for key, value in read_config(path).items() if not (key in HOUSEKEEPING or key[:1] == "_")}
     family = content.pop("model_type", None)
     if family not in (None, "harmon", "mar"):
         what = f"checkpoint family {family} is not supported; harmon, mar and NOVAPipeline are"

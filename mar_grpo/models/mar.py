@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from mar_grpo.diffusion.respaced import RespacedSchedule
 from mar_grpo.errors import InputError
 from mar_grpo.models.blocks import Linear, PreNormBlock, initialise, known_places
+from mar_grpo.models.build import read_published
 from mar_grpo.models.kl16 import Kl16
 from mar_grpo.models.mar_head import DiffLoss
 from mar_grpo.models.policy import Conditioning, Policy
@@ -111,15 +111,7 @@ class MarConfig(BaseModel):
     @classmethod
     def from_dict(cls, config: dict[str, Any], *, where: str = "config.json: mar") -> MarConfig:
         """Read a published config. Raises InputError naming the key that is missing, unknown or wrong."""
-        try:
-            return cls(**config)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = str(first["loc"][0]) if first["loc"] else ""
-            if first["type"] == "extra_forbidden":
-                raise InputError(f"unknown key {key!r}", where=where) from error
-            what = str(first["msg"]).removeprefix("Value error, ")
-            raise InputError(f"{key}: {what}" if key else what, where=where) from error
+        return read_published(cls, config, where=where)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; optional keys appear only when they are set."""
@@ -201,6 +193,15 @@ class Mar(nn.Module):
     def num_tokens(self) -> int:
         """L, of the grid that images are made on."""
         return self.grid[0] * self.grid[1]
+
+    @property
+    def token_dim(self) -> int:
+        return self.config.token_dim
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(height, width) of the images that are made, px."""
+        return self.grid[0] * self.config.token_pixels, self.grid[1] * self.config.token_pixels
 
     def patchify(self, latents: Tensor) -> Tensor:
         """[B, c, H, W] -> tokens [B, L, c*p*p], last axis (c, ph, pw)."""
@@ -299,7 +300,33 @@ class Mar(nn.Module):
         return [value for name, value in self.named_parameters() if not name.startswith("diffloss.")]
 
 
-class MarPolicy(Policy):
+class MarFamilyPolicy(Policy):
+    """What MAR and Harmon have in common: the autoencoder, the diffusion, the order of commitment."""
+
+    vae: Kl16
+
+    def _join(self, transformer: nn.Module, config: MarConfig, vae: Kl16) -> None:
+        """Take the two parts; InputError if they do not fit together."""
+        channels = vae.model.config["latent_channels"]
+        for what, ours, theirs in (
+            ("vae_embed_dim against the autoencoder's channels", config.vae_embed_dim, channels),
+            ("vae_stride against pixels per latent", config.vae_stride, vae.stride),
+        ):
+            if ours != theirs:
+                raise InputError(f"parts do not fit: {what}, {ours} != {theirs}", where="config.json: mar")
+        self.transformer, self.vae = transformer, vae.requires_grad_(False)
+
+    def schedule(
+        self, num_steps: int | str, *, eta: float = 0.7, last_step_deterministic: bool = True
+    ) -> RespacedSchedule:
+        """The cosine DDPM with a learned variance; `num_steps` may be a respacing. The flow's options mean nothing."""
+        return RespacedSchedule(num_steps).to(self.device)
+
+    def mask_schedule(self, ar_steps: int) -> list[int]:
+        return mask_schedule(self.num_tokens, ar_steps)
+
+
+class MarPolicy(MarFamilyPolicy):
     """MAR as a policy. A prompt is a class: its number as text ("207"), or a name of `class_names`.
 
     Args:
@@ -311,40 +338,11 @@ class MarPolicy(Policy):
     """
 
     transformer: Mar
-    vae: Kl16
 
     def __init__(self, transformer: Mar, vae: Kl16, class_names: Mapping[str, int] | None = None) -> None:
         super().__init__()
-        config = transformer.config
-        for what, ours, theirs in (
-            (
-                "vae_embed_dim against the autoencoder's channels",
-                config.vae_embed_dim,
-                vae.model.config["latent_channels"],
-            ),
-            ("vae_stride against pixels per latent", config.vae_stride, vae.stride),
-        ):
-            if ours != theirs:
-                raise InputError(f"parts do not fit: {what}, {ours} != {theirs}", where="config.json")
-        self.transformer, self.vae = transformer, vae.requires_grad_(False)
+        self._join(transformer, transformer.config, vae)
         self.class_names = dict(class_names or {})
-
-    @property
-    def num_tokens(self) -> int:
-        return self.transformer.num_tokens
-
-    @property
-    def token_dim(self) -> int:
-        return self.transformer.config.token_dim
-
-    def schedule(
-        self, num_steps: int | str, *, eta: float = 0.7, last_step_deterministic: bool = True
-    ) -> RespacedSchedule:
-        """The cosine DDPM with a learned variance; `num_steps` may be a respacing. The flow's options mean nothing."""
-        return RespacedSchedule(num_steps).to(self.device)
-
-    def mask_schedule(self, ar_steps: int) -> list[int]:
-        return mask_schedule(self.num_tokens, ar_steps)
 
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
         """Class numbers int64 [B, 1, 1]; -1 stands for no class."""
@@ -361,38 +359,6 @@ class MarPolicy(Policy):
         """Class embeddings [B, 1, De], `fake_latent` for no class; gradient flows."""
         rows = torch.cat([self.transformer.class_emb.weight, self.transformer.fake_latent])
         return rows[conditioning.text[:, 0]]  # no class is the last row
-
-    def ar_latents(
-        self,
-        tokens: Tensor,
-        known: Tensor,
-        cond: Tensor,
-        *,
-        num_known: int | None = None,
-        wanted: Tensor | None = None,
-    ) -> Tensor:
-        return self.transformer.ar_latents(tokens, known, cond, num_known=num_known, wanted=wanted)
-
-    def head_condition(self, z: Tensor) -> Tensor:
-        return self.transformer.head_condition(z)
-
-    def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
-        return self.transformer.head_conditioned(x_t, t, condition).float()
-
-    def decode(self, tokens: Tensor) -> Tensor:
-        return self.vae.decode(self.transformer.unpatchify(tokens.detach().float()))
-
-    def encode_images(self, images: Tensor | np.ndarray) -> Tensor:
-        size = tuple(side * self.transformer.config.token_pixels for side in self.transformer.grid)
-        if tuple(images.shape[1:3]) != size:
-            raise InputError(f"images are {tuple(images.shape[1:3])} px, the model makes {size} px")
-        return self.transformer.patchify(self.vae.encode(images))
-
-    def trunk_parameters(self) -> list[nn.Parameter]:
-        return self.transformer.trunk_parameters()
-
-    def head_parameters(self) -> list[nn.Parameter]:
-        return self.transformer.head_parameters()
 
     def condition_parameters(self) -> list[nn.Parameter]:
         return [self.transformer.class_emb.weight, self.transformer.fake_latent]

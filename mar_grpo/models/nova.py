@@ -13,12 +13,13 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mar_grpo.errors import InputError
 from mar_grpo.models.blocks import Linear, VisionTransformer, initialise, known_places, position_table
+from mar_grpo.models.build import read_published
 from mar_grpo.models.heads import TIME_DIM, DiffusionHead
 
 PUBLISHED_HEADS = {768: 12, 1024: 16, 1536: 16}
@@ -79,15 +80,8 @@ class NovaConfig(BaseModel):
         family = config.get("_class_name", "NOVATransformer3DModel")
         if family != "NOVATransformer3DModel":
             raise InputError(f"_class_name is {family!r}, not 'NOVATransformer3DModel'", where=where)
-        try:
-            return cls(**{key: value for key, value in config.items() if not key.startswith("_")})
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = str(first["loc"][0]) if first["loc"] else ""
-            if first["type"] == "extra_forbidden":
-                raise InputError(f"unknown key {key!r}", where=where) from error
-            what = str(first["msg"]).removeprefix("Value error, ")
-            raise InputError(f"{key}: {what}" if key else what, where=where) from error
+        given = {key: value for key, value in config.items() if not key.startswith("_")}
+        return read_published(cls, given, where=where)
 
     def to_dict(self) -> dict[str, Any]:
         """The published JSON form; optional keys appear only when they are set."""
@@ -200,6 +194,19 @@ class NovaTransformer(nn.Module):
     def initialise_parameters(self, generator: torch.Generator, *, residual_norm_gain: float = 1.0) -> None:
         """See `blocks.initialise`; a gain of 0.5 suits trunks of a few million parameters."""
         initialise(self, generator, residual_norm_gain=residual_norm_gain)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.config.num_tokens
+
+    @property
+    def token_dim(self) -> int:
+        return self.config.token_dim
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(height, width), px."""
+        return self.config.image_size
 
     @property
     def width(self) -> int:

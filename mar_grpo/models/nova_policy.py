@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -67,14 +66,6 @@ class NovaPolicy(Policy):
         encoder = TextEncoder.from_config(text, tokenizer, config.text_token_len, generator)
         return cls(model, Vae.from_config(vae, generator), encoder, scheduler)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.transformer.config.num_tokens
-
-    @property
-    def token_dim(self) -> int:
-        return self.transformer.config.token_dim
-
     def schedule(self, num_steps: int | str, *, eta: float = 0.7, last_step_deterministic: bool = True) -> Schedule:
         """DDPM or flow, as the checkpoint's scheduler_config.json says; nothing follows from the family's name."""
         if isinstance(num_steps, str):
@@ -103,38 +94,6 @@ class NovaPolicy(Policy):
     def condition(self, conditioning: Conditioning) -> Tensor:
         """Frame tokens [B, Nv, D]; gradient flows."""
         return self.transformer.condition(conditioning.text)
-
-    def ar_latents(
-        self,
-        tokens: Tensor,
-        known: Tensor,
-        cond: Tensor,
-        *,
-        num_known: int | None = None,
-        wanted: Tensor | None = None,
-    ) -> Tensor:
-        return self.transformer.ar_latents(tokens, known, cond, num_known=num_known, wanted=wanted)
-
-    def head_condition(self, z: Tensor) -> Tensor:
-        return self.transformer.head_condition(z)
-
-    def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
-        return self.transformer.head_conditioned(x_t, t, condition).float()
-
-    def decode(self, tokens: Tensor) -> Tensor:
-        return self.vae.decode(self.transformer.unpatchify(tokens.detach().float()))
-
-    def encode_images(self, images: Tensor | np.ndarray) -> Tensor:
-        size = tuple(self.transformer.config.image_size)
-        if tuple(images.shape[1:3]) != size:
-            raise InputError(f"images are {tuple(images.shape[1:3])} px, the model makes {size} px")
-        return self.transformer.patchify(self.vae.encode(images))
-
-    def trunk_parameters(self) -> list[nn.Parameter]:
-        return self.transformer.trunk_parameters()
-
-    def head_parameters(self) -> list[nn.Parameter]:
-        return self.transformer.head_parameters()
 
     def condition_parameters(self) -> list[nn.Parameter]:
         """Text projection and video encoder."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mar_grpo.diffusion.gaussian import Schedule
+from mar_grpo.errors import InputError
 from mar_grpo.store import Store
 
 FEATURES = "text_features"
@@ -49,18 +50,21 @@ class Policy(nn.Module, ABC):
 
     transformer: Any
     vae: Any
-    text: Any
-    pad_text: Any
 
     @property
-    @abstractmethod
+    def image_network(self) -> Any:
+        """The part of the transformer that knows tokens and has the diffusion head."""
+        return self.transformer
+
+    @property
     def num_tokens(self) -> int:
         """L."""
+        return self.image_network.num_tokens
 
     @property
-    @abstractmethod
     def token_dim(self) -> int:
         """C."""
+        return self.image_network.token_dim
 
     @property
     def device(self) -> torch.device:
@@ -91,7 +95,6 @@ class Policy(nn.Module, ABC):
     def condition(self, conditioning: Conditioning) -> Tensor:
         """Condition tokens [B, N, F]. They depend on the prompt only: one call serves all AR steps."""
 
-    @abstractmethod
     def ar_latents(
         self,
         tokens: Tensor,
@@ -113,34 +116,38 @@ class Policy(nn.Module, ABC):
         Returns:
             z [B, L, D], or [B, M, D] with `wanted`.
         """
+        return self.transformer.ar_latents(tokens, known, cond, num_known=num_known, wanted=wanted)
 
     def head(self, x_t: Tensor, t: Tensor, z: Tensor) -> Tensor:
         """Prediction float32 [..., P] for noisy tokens x_t [..., C] at time t (0..1000) under z [..., D]."""
         return self.head_conditioned(x_t, t, self.head_condition(z))
 
-    @abstractmethod
     def head_condition(self, z: Tensor) -> Tensor:
         """The part of the head that depends on z only, [..., W]: compute once, use for all diffusion steps."""
+        return self.image_network.head_condition(z)
 
-    @abstractmethod
     def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
         """`head` with `head_condition(z)` computed beforehand."""
+        return self.image_network.head_conditioned(x_t, t, condition).float()
 
-    @abstractmethod
     def decode(self, tokens: Tensor) -> Tensor:
         """Images uint8 [B, H, W, 3] of tokens [B, L, C]; no gradient."""
+        return self.vae.decode(self.image_network.unpatchify(tokens.detach().float()))
 
-    @abstractmethod
     def encode_images(self, images: Tensor | np.ndarray) -> Tensor:
-        """Tokens float32 [B, L, C] of images uint8 [B, H, W, 3]; no gradient."""
+        """Tokens float32 [B, L, C] of images uint8 [B, H, W, 3]; no gradient. InputError: another size."""
+        size = tuple(self.image_network.image_size)
+        if tuple(images.shape[1:3]) != size:
+            raise InputError(f"images are {tuple(images.shape[1:3])} px, the model makes {size} px")
+        return self.image_network.patchify(self.vae.encode(images))
 
-    @abstractmethod
     def trunk_parameters(self) -> list[nn.Parameter]:
         """Everything of the transformer but the diffusion head (and weights no output depends on)."""
+        return self.transformer.trunk_parameters()
 
-    @abstractmethod
     def head_parameters(self) -> list[nn.Parameter]:
         """The diffusion head."""
+        return self.image_network.head_parameters()
 
     def condition_parameters(self) -> list[nn.Parameter]:
         """Those of the trunk that `condition` depends on; empty where the condition is frozen."""

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from mar_grpo.errors import InputError, UnhealthyError
-from mar_grpo.models.policy import Policy
+from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.training.muon import Muon
 
 
@@ -80,7 +80,7 @@ def known_counts(parts: int, num_tokens: int, rng: np.random.Generator, until: f
 
 
 def sft_loss(
-    policy: Policy, tokens: Tensor, features: Sequence[Tensor], config: SftConfig, rng: np.random.Generator
+    policy: NovaPolicy, tokens: Tensor, features: Sequence[Tensor], config: SftConfig, rng: np.random.Generator
 ) -> Tensor:
     """Mean squared error of the head over unknown tokens and noise levels, scalar float32.
 
@@ -134,7 +134,9 @@ class Ema:
             self.average[name].copy_(kept)
 
 
-def make_optimizers(policy: Policy, config: SftConfig) -> tuple[dict[str, nn.Parameter], list[torch.optim.Optimizer]]:
+def make_optimizers(
+    policy: NovaPolicy, config: SftConfig
+) -> tuple[dict[str, nn.Parameter], list[torch.optim.Optimizer]]:
     """Trained parameters by name, and their optimisers."""
     reached = {id(p) for p in policy.trunk_parameters() + policy.head_parameters()}
     named = {f"transformer.{n}": p for n, p in policy.transformer.named_parameters() if id(p) in reached}
@@ -158,7 +160,7 @@ def rate_factor(step: int, config: SftConfig) -> float:
 
 
 def train_sft(
-    policy: Policy,
+    policy: NovaPolicy,
     tokens: Tensor,
     prompts: Sequence[str],
     validation: tuple[Tensor, Sequence[str]],
@@ -237,7 +239,7 @@ def train_sft(
 
 
 @torch.no_grad()
-def validation_loss(policy: Policy, tokens: Tensor, prompts: Sequence[str], config: SftConfig) -> float:
+def validation_loss(policy: NovaPolicy, tokens: Tensor, prompts: Sequence[str], config: SftConfig) -> float:
     """`sft_loss` over a fixed set with fixed noise, so that two values differ by the weights alone."""
     rng = np.random.default_rng([config.seed, 2**32])
     total = 0.0

@@ -15,6 +15,7 @@ from mar_grpo.data.shards import read_shards
 from mar_grpo.documents import PromptSet, read_document
 from mar_grpo.errors import InputError
 from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy, save_policy
+from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.models.policy import Policy
 from mar_grpo.store import Store
 from mar_grpo.training.sft import SftConfig, train_sft
@@ -69,6 +70,11 @@ def run_sft(recipe: SftRecipe, out: Path, work: Path, report: Callable[[dict[str
     torch.set_flush_denormal(True)
     folder = fetch_checkpoint(recipe.checkpoint, work / "checkpoints", sha256=recipe.checkpoint_sha256)
     policy = load_policy(folder)
+    if not isinstance(policy, NovaPolicy):
+        family, hint = type(policy).__name__.removesuffix("Policy"), "give a NOVA checkpoint"
+        raise InputError(
+            f"supervised fine-tuning is built for NOVA, this is {family}", where=recipe.checkpoint, hint=hint
+        )
     store = Store(work / "scenes")
     store.make_root()
     data = recipe.data

@@ -141,8 +141,8 @@ def test_configuration_round_trip() -> None:
         ({"mar": tiny.MAR | {"mask": 1}}, "unknown key 'mask'"),
         ({"image_size": 16}, "image_size must be height and width in px"),
         ({"image_size": [16, 18]}, "is no multiple of 4 px a token"),
-        ({"mar": tiny.MAR | {"vae_stride": 8}}, "mar.vae_stride against pixels per latent, 8 != 4"),
-        ({"vae": {"latent_channels": 2}}, "mar.vae_embed_dim against the autoencoder's channels, 4 != 2"),
+        ({"mar": tiny.MAR | {"vae_stride": 8}}, "vae_stride against pixels per latent, 8 != 4"),
+        ({"vae": {"latent_channels": 2}}, "vae_embed_dim against the autoencoder's channels, 4 != 2"),
         ({"llm": LLM | {"vocab_size": 4}}, "the tokenizer has"),
     ],
 )

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mar_grpo.errors import InputError, UnhealthyError
+from mar_grpo.models.checkpoint import save_policy
 from mar_grpo.models.policy import Policy
 from mar_grpo.training.sft import Ema, SftConfig, known_counts, make_optimizers, rate_factor, sft_loss, train_sft
-from tests.unit import tiny
+from mar_grpo.training.sft_run import SftRecipe, run_sft
+from tests.unit import tiny, tiny_mar
 
 
 @pytest.fixture(autouse=True)
@@ -227,3 +229,11 @@ def test_the_global_generator_is_left_alone(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     train(tmp_path, updates=2)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_another_family_is_refused(tmp_path: Path) -> None:
+    save_policy(tiny_mar.mar(), tmp_path / "mar")
+    recipe = SftRecipe(name="x", checkpoint=str(tmp_path / "mar"), sft=SftConfig(updates=1))
+    with pytest.raises(InputError, match="built for NOVA, this is Mar"):
+        run_sft(recipe, tmp_path / "out", tmp_path / "work", lambda row: None)
+    assert not (tmp_path / "out").exists()
