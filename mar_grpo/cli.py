@@ -118,6 +118,41 @@ def sft(
 
 
 @app.command()
+def ablate(
+    recipe: Annotated[str, typer.Argument(help="Name, path or URI of a recipe; it is the arm `full`.")],
+    seeds: Annotated[str, typer.Option(help="Seeds of training, N,N,...")] = "0,1,2,3,4",
+    arms: Annotated[str | None, typer.Option(help="Arms, NAME,NAME,...; all without.")] = None,
+    set_: SetOption = None,
+    store: Annotated[str | None, typer.Option(help="s3://BUCKET[/PREFIX] or file:///FOLDER; else in --work.")] = None,
+    gradient_batches: Annotated[
+        int, typer.Option(help="Batches behind each figure of gradient noise, at least 3; 0 measures none.")
+    ] = 24,
+    out: Annotated[Path | None, typer.Option(help="Folder of results.json, tables.md, page.html.")] = None,
+    work: WorkOption = Path(".mar-grpo"),
+) -> None:
+    """Train a recipe with parts of the method left out, several seeds of each; write tables and a page.
+
+    The same command goes on where an interrupted one stopped."""
+    from mar_grpo.launch.terminal import run_shown
+
+    with _interruptible():
+        if sys.stdout.isatty():
+            raise SystemExit(run_shown(sys.argv[1:]))
+        from mar_grpo.ablation.run import ablate_here
+
+        work = work.resolve()
+        options = [recipe, "--seeds", seeds, *(["--arms", arms] if arms else [])]
+        options += [part for override in set_ or [] for part in ("--set", override)]
+        text = shlex.join(["mar-grpo", "ablate", *options])
+        print(
+            ablate_here(
+                recipe, set_ or [], arms=arms, seeds=seeds, store=store, batches=gradient_batches, out=out, work=work,
+                command=text,
+            )
+        )  # fmt: skip
+
+
+@app.command()
 def evaluate(
     checkpoint: CheckpointOption = "package://emoji-nova",
     recipe: RecipeOption = "emoji",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mar_grpo.algorithms.loss import AlgorithmConfig
+from mar_grpo.algorithms.config import AlgorithmConfig
 from mar_grpo.data.stream import DataConfig
 from mar_grpo.errors import InputError
 from mar_grpo.evaluation.benchmarks import EvaluationConfig
@@ -78,22 +78,32 @@ class Recipe(BaseModel):
             raise ValueError(
                 "sampling.diffusion_steps 1 and the policy gradient do not fit: the last step has no noise"
             )
-        transitions, noisiest = self.sampling.num_diffusion_steps, self.algorithm.noisiest_diffusion_steps
         for few, many, whole in (
             ("algorithm.scored_ar_steps", "sampling.ar_steps", self.sampling.ar_steps),
-            ("algorithm.noisiest_diffusion_steps", "sampling.diffusion_steps", transitions),
-            ("algorithm.scored_diffusion_steps", "sampling.diffusion_steps", transitions),
-            ("algorithm.scored_diffusion_steps", "algorithm.noisiest_diffusion_steps", noisiest),
+            ("algorithm.scored_diffusion_steps", "sampling.diffusion_steps", self.sampling.num_diffusion_steps),
         ):
-            part = attrgetter(few)(self)
-            if part is not None and whole is not None and part > whole:
-                raise ValueError(f"{few} {part} and {many} {whole} do not fit: more cannot be scored than are made")
+            count = attrgetter(few)(self).count
+            if count is not None and count > whole:
+                raise ValueError(
+                    f"{few}.count {count} and {many} {whole} do not fit: more cannot be scored than are made"
+                )
+        if self.algorithm.scored_ar_steps.draw == "ar_step":
+            raise ValueError("algorithm.scored_ar_steps.draw 'ar_step' means nothing: it is transitions that are drawn")
         if self.sampling.guidance_renorm < 1 and (
-            self.algorithm.scope == "unknown" or self.algorithm.trajectories.count
+            self.algorithm.scope == "unknown" or self.algorithm.trajectories.mode != "off"
         ):
             raise ValueError(
                 "sampling.guidance_renorm below 1 ties the tokens that are drawn together, so it does not fit "
-                "algorithm.scope 'unknown' or algorithm.trajectories.count above 0, which draw others beside them"
+                "algorithm.scope 'unknown' or algorithm.trajectories, which draw others beside them"
+            )
+        head = [name for name in ("head_learning_rate", "head_ema_decay") if getattr(self.optimizer, name) is not None]
+        if head and self.algorithm.trained not in ("head", "both"):
+            raise ValueError(
+                f"optimizer.{head[0]} and algorithm.trained {self.algorithm.trained!r} do not fit: the head is frozen"
+            )
+        if self.algorithm.kl.reference == "adapter_off" and self.training.lora is None:
+            raise ValueError(
+                "algorithm.kl.reference 'adapter_off' and training.lora null do not fit: no adapter can be left out"
             )
         prompts, processes = self.training.prompts_per_update, self.training.processes
         if prompts % processes:

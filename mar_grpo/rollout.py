@@ -10,8 +10,8 @@ The head runs on committed tokens only, except where a recorded step also wants 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -19,13 +19,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
-from mar_grpo.diffusion.gaussian import Schedule
+from mar_grpo.diffusion.gaussian import Schedule, Std
 from mar_grpo.diffusion.guidance import guide
 from mar_grpo.diffusion.respaced import kept_steps
 from mar_grpo.errors import InputError
 from mar_grpo.models.policy import Conditioning, Policy
 
 Scope = Literal["committed", "unknown"]
+Kept = Literal["before", "z", "std", "unconditional"]
 Predict = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -88,6 +89,19 @@ def noise_key(*parts: int) -> int:
 
 
 @dataclass(frozen=True)
+class Chain:
+    """What is kept of T transitions: states float32 [..., C] by step (T: the final one), and deviations of steps."""
+
+    final: Tensor
+    states: dict[int, Tensor]
+    std: dict[int, Std] = field(default_factory=dict)
+
+    def pair(self, j: int) -> tuple[Tensor, Tensor]:
+        """States before and after step j."""
+        return self.states[j], self.states[j + 1]
+
+
+@dataclass(frozen=True)
 class RecordedStep:
     """One AR step as the update reads it.
 
@@ -100,8 +114,9 @@ class RecordedStep:
     num_known: int
     places: Tensor  # int64 [B, M]
     num_committed: int
-    path: Tensor  # float32 [T+1, B, M, C], path[j] is the state before diffusion step j
+    path: Chain  # [B, M, C]: states around the scored transitions
     z: Tensor  # [B, M, D], without gradient
+    z_unconditional: Tensor | None = None  # the same, where it was asked for
     before: Tensor | None = None  # float32 [B, M, C], final state of the same tokens in the AR step before
 
 
@@ -109,12 +124,13 @@ class RecordedStep:
 class Rollout:
     """A batch of finished images: tokens [B, L, C], what each recorded step needs, and z at commitment [B, L, D].
 
-    `scale` is the guidance scale at commitment [B, L, 1]; None where it is constant.
+    z is None where nobody asked for it. `scale` is the guidance scale at commitment [B, L, 1]; None where it is
+    constant.
     """
 
     tokens: Tensor
     steps: list[RecordedStep]
-    z: Tensor
+    z: Tensor | None
     z_unconditional: Tensor | None
     scale: Tensor | None = None
 
@@ -137,6 +153,10 @@ class Guided:
         """The same for images that share prompts: image b has prompt index[b]."""
         uncond = None if self.uncond is None else self.uncond.expand(len(index), -1, -1)
         return Guided(self.policy, self.cond[index], uncond, self.sampling)
+
+    def unguided(self) -> Guided:
+        """The conditional branch alone."""
+        return Guided(self.policy, self.cond, None, self.sampling)
 
     def leaves(self) -> Guided:
         """The same values cut off from the graph, collecting gradient (where there is any) for `backward_through`."""
@@ -199,20 +219,35 @@ class Guided:
         return guided
 
 
-def denoise(predict: Predict, schedule: Schedule, start: Tensor, step_noise: Tensor) -> Tensor:
-    """All states of T transitions.
+def denoise(
+    predict: Predict,
+    schedule: Schedule,
+    start: Tensor,
+    step_noise: Tensor,
+    *,
+    scored: Collection[int] | None = None,
+    keep_std: bool = False,
+) -> Chain:
+    """T transitions.
 
     Args:
         predict: (x_t, t) -> prediction.
         start: unit noise [..., C]; step_noise: unit noise [T, ..., C].
-
-    Returns:
-        float32 [T+1, ..., C]; the first is `start`, the last the token.
+        scored: transitions whose states are kept; None keeps all.
+        keep_std: also keep the deviations of those.
     """
-    path = [start.float()]
+    state, states, deviations = start.float(), {}, {}
     for j in range(schedule.num_steps):
-        path.append(schedule.step(j, path[-1], predict(path[-1], schedule.timestep(j)), step_noise[j]))
-    return torch.stack(path)
+        wanted = scored is None or j in scored
+        if wanted or (scored is not None and j - 1 in scored):
+            states[j] = state
+        prediction = predict(state, schedule.timestep(j))
+        if wanted and keep_std:
+            deviations[j] = schedule.transition(j, state, prediction)[1]
+        state = schedule.step(j, state, prediction, step_noise[j])
+    if scored is None or schedule.num_steps - 1 in scored:
+        states[schedule.num_steps] = state
+    return Chain(state, states, deviations)
 
 
 @torch.no_grad()
@@ -220,9 +255,9 @@ def roll_out(
     guided: Guided,
     keys: Sequence[int],
     *,
-    recorded: Collection[int] = (),
+    recorded: Mapping[int, Collection[int]] | None = None,
     scope: Scope = "committed",
-    keep_before: bool = False,
+    keep: Collection[Kept] = (),
     drawn: tuple[Tensor, Tensor] | None = None,
 ) -> Rollout:
     """Generate one image per key.
@@ -230,57 +265,85 @@ def roll_out(
     Args:
         guided: the policy under each image's prompt.
         keys: noise key of each image.
-        recorded: AR steps (of `Policy.mask_schedule`) to record.
+        recorded: AR steps (of `Policy.mask_schedule`) to record, and the transitions of each.
         scope: which tokens have a trajectory in a recorded step.
-        keep_before: also keep what unknown tokens looked like one AR step earlier (delta consistency).
+        keep: also `before`, what unknown tokens looked like one AR step earlier (delta consistency); `z`, z at
+            commitment (composite trajectories); `std`, deviations of the recorded transitions; `unconditional`, z of
+            recorded steps without the prompt.
         drawn: orders and noise instead of those that `draw_noise` makes of the keys.
 
     Raises:
         InputError: more AR steps than tokens.
     """
-    policy, sampling = guided.policy, guided.sampling
+    policy, sampling, device = guided.policy, guided.sampling, guided.cond.device
     length, channels = policy.num_tokens, policy.token_dim
     if sampling.ar_steps > length:
         raise InputError(
             f"{sampling.ar_steps} AR steps for {length} tokens", where="ar_steps", hint=f"use at most {length}"
         )
+    recorded = recorded or {}
     counts = policy.mask_schedule(sampling.ar_steps)
     schedule = schedule_of(policy, sampling)
-    order, noise = drawn or draw_noise(keys, length, channels, schedule.num_steps + 1)
+    order, noise = (part.to(device) for part in drawn or draw_noise(keys, length, channels, schedule.num_steps + 1))
     batch = len(keys)
-    tokens = torch.zeros(batch, length, channels)
-    known = torch.zeros(batch, length, dtype=torch.bool)
-    z_commit: Tensor | None = None
-    z_uncommit: Tensor | None = None
-    scales = torch.zeros(batch, length, 1) if sampling.guidance_schedule == "linear" else None
+    tokens = torch.zeros(batch, length, channels, device=device)
+    known = torch.zeros(batch, length, dtype=torch.bool, device=device)
+    composite = _Composite(length) if "z" in keep else None
     steps: list[RecordedStep] = []
     before: Tensor | None = None
     num_known = 0
     for index, count in enumerate(counts):
-        wide = scope == "unknown" and (index in recorded or (keep_before and index + 1 in recorded))
+        ahead = "before" in keep and index + 1 in recorded
+        wide = scope == "unknown" and (index in recorded or ahead)
         places = order[:, num_known:] if wide else order[:, num_known : num_known + count]
         z, z_uncond = guided.latents(tokens, known, num_known, places)
         chosen = noise if not wide else _with_hypothetical(noise, order, num_known + count, keys, index)
-        start, *step_noise = _at(chosen, places)
+        chosen = _at(chosen, places)
         scale = guided.scale(num_known + count)
         predict = guided.predictor(guided.head_conditions(z, z_uncond), scale)
-        path = denoise(predict, schedule, start, torch.stack(step_noise))
+        scored = recorded.get(index, ())
+        path = denoise(predict, schedule, chosen[0], chosen[1:], scored=scored, keep_std="std" in keep)
         if index in recorded:
             earlier = None if before is None or not wide else _at(before[None], places)[0]
-            steps.append(RecordedStep(index, tokens.clone(), known.clone(), num_known, places, count, path, z, earlier))
+            other = z_uncond if "unconditional" in keep else None
+            canvas = (tokens.clone(), known.clone(), num_known)
+            steps.append(RecordedStep(index, *canvas, places, count, path, z, other, earlier))
         committed = places[:, :count, None]
-        tokens.scatter_(1, committed.expand(-1, -1, channels), path[-1][:, :count])
+        tokens.scatter_(1, committed.expand(-1, -1, channels), path.final[:, :count])
         known.scatter_(1, committed[..., 0], True)
-        z_commit = _committed(z_commit, committed, z, length)
-        z_uncommit = None if z_uncond is None else _committed(z_uncommit, committed, z_uncond, length)
-        if scales is not None:
-            scales.scatter_(1, committed, scale)
+        if composite:
+            composite.add(committed, z, z_uncond, scale if sampling.guidance_schedule == "linear" else None)
         before = None
-        if wide and keep_before:
-            before = tokens.clone().scatter_(1, places[..., None].expand(-1, -1, channels), path[-1])
+        if wide and ahead:
+            before = tokens.clone().scatter_(1, places[..., None].expand(-1, -1, channels), path.final)
         num_known += count
-    assert z_commit is not None  # there is at least one AR step
-    return Rollout(tokens, steps, z_commit, z_uncommit, scales)
+    if composite is None:
+        return Rollout(tokens, steps, None, None)
+    return Rollout(tokens, steps, composite.z, composite.z_unconditional, composite.scale)
+
+
+class _Composite:
+    """z at the step that committed each token, float32 [B, L, D], and the guidance scale then [B, L, 1]."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.z: Tensor | None = None
+        self.z_unconditional: Tensor | None = None
+        self.scale: Tensor | None = None
+
+    def add(self, committed: Tensor, z: Tensor, z_uncond: Tensor | None, scale: float | None) -> None:
+        """What a step committed at [B, m, 1], the first m of z [B, M, D]."""
+        self.z = self._put(self.z, committed, z)
+        if z_uncond is not None:
+            self.z_unconditional = self._put(self.z_unconditional, committed, z_uncond)
+        if scale is not None:
+            self.scale = self._put(self.scale, committed, torch.full_like(z[..., :1], scale, dtype=torch.float32))
+
+    def _put(self, gathered: Tensor | None, committed: Tensor, values: Tensor) -> Tensor:
+        if gathered is None:
+            gathered = torch.zeros(len(values), self.length, values.shape[2], device=values.device)
+        index = committed.expand(-1, -1, values.shape[2])
+        return gathered.scatter_(1, index, values[:, : committed.shape[1]].float())
 
 
 def draw_noise(keys: Sequence[int], length: int, channels: int, states: int) -> tuple[Tensor, Tensor]:
@@ -296,20 +359,13 @@ def draw_noise(keys: Sequence[int], length: int, channels: int, states: int) -> 
 
 def _with_hypothetical(noise: Tensor, order: Tensor, num_done: int, keys: Sequence[int], index: int) -> Tensor:
     """The noise with fresh values for tokens that are not committed by this step, so that their own stays unused."""
-    fresh = noise.clone()
+    fresh = torch.empty(noise.shape)
     states, _, length, channels = noise.shape
     for row, key in enumerate(keys):
         generator = torch.Generator().manual_seed(noise_key(key, 1, index))
-        other = order[row, num_done:]
-        fresh[:, row, other] = torch.randn(states, length, channels, generator=generator)[:, other]
-    return fresh
-
-
-def _committed(gathered: Tensor | None, committed: Tensor, z: Tensor, length: int) -> Tensor:
-    """z [B, M, D] of a step put at the places it committed [B, m, 1], float32 [B, L, D]."""
-    if gathered is None:
-        gathered = torch.zeros(len(z), length, z.shape[2])
-    return gathered.scatter_(1, committed.expand(-1, -1, z.shape[2]), z[:, : committed.shape[1]].float())
+        fresh[:, row] = torch.randn(states, length, channels, generator=generator)
+    own = torch.ones(order.shape, dtype=torch.bool, device=order.device).scatter_(1, order[:, num_done:], False)
+    return torch.where(own[..., None], noise, fresh.to(noise.device))
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:

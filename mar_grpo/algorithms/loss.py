@@ -1,190 +1,274 @@
-"""MAR-GRPO's update, corrected form (arXiv 2604.06966; differences from the released code are in each docstring).
+"""MAR-GRPO's update (arXiv 2604.06966): what is recorded of a rollout, and its gradient.
 
-For each recorded AR step the trunk is run again on the canvas of that step. Its output z must equal the rollout's (this
-is asserted: a mismatch means that another policy is scored than was sampled). The frozen head is evaluated on the
-recorded states, guided as in the rollout, and the gradient with respect to its condition is accumulated over
-transitions; then it goes through the trunk once. Memory therefore does not grow with the number of transitions.
-
-Corrected against the released code: guided mean in scoring as in sampling; transitions without variance are not scored;
-Gaussian KL; averages instead of sums over AR steps; whole tokens instead of latent pixels; selection without MTE.
+For each scored AR step the trunk is run again on the canvas of that step. Its output z must equal the rollout's (this
+is asserted: a mismatch means that another policy is scored than was sampled). The head is evaluated on the recorded
+states in `head.py`, chunk by chunk, and the gradient with respect to its condition is collected; then it goes through
+the trunk once. Memory therefore does not grow with the number of transitions or trajectories.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mar_grpo.algorithms.advantage import AdvantageConfig
-from mar_grpo.algorithms.objective import gaussian_kl, policy_term
-from mar_grpo.algorithms.selection import SelectionConfig, consistent
-from mar_grpo.algorithms.trajectories import Trajectories, TrajectoryConfig
+from mar_grpo.algorithms.config import AlgorithmConfig
+from mar_grpo.algorithms.likelihood import HeadRows, LossParts, Old, score_rows
+from mar_grpo.algorithms.selection import consistent, units
+from mar_grpo.algorithms.trajectories import Trajectories, draw_trajectories
 from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.errors import UnhealthyError
-from mar_grpo.rollout import Guided, Predict, RecordedStep, Rollout, Scope
+from mar_grpo.rollout import Chain, Guided, Kept, RecordedStep, Rollout, roll_out, schedule_of
 
+__all__ = ["AlgorithmConfig", "Batch", "LossParts", "Scales", "Steps", "backward", "kept", "record", "scales"]
+
+Steps = Mapping[int, Sequence[int]]
 Z_TOLERANCE = 1e-4
 
 
-class AlgorithmConfig(BaseModel):
-    """The method.
+@dataclass
+class Batch:
+    """Images of one process that are rolled out together, and what the update reads of them.
 
-    Args:
-        scored_ar_steps: how many AR steps an update scores, drawn uniformly; None is all of them.
-        noisiest_diffusion_steps: only this many transitions of each, counted from pure noise, may be scored; None is
-            all that have a variance. What an image shows is decided there, and the later ones are mostly noise in the
-            gradient (`python -m tests.benchmarks.gradient_signal`).
-        scored_diffusion_steps: how many of those, drawn uniformly; None is all of them.
-        trained: all of the `trunk`, or only the `condition` path (text projection and video encoder), whose gradient
-            has the most signal; the head is frozen in both.
-        scope: `committed` scores the tokens an AR step commits; `unknown` also the hypothetical ones that it does not.
-        trajectories: multi-trajectory expectation on uncertain tokens.
-        selection: consistency-aware token selection.
-        kl: coefficient of the Gaussian KL to the start model, nats per element; 0 saves the reference pass.
+    Attributes:
+        index: int64 [B], the prompt of each image.
+        schedule: the diffusion schedule they were made with.
+        keep: AR step -> bool [B, M, U]: units (whole tokens, or latent pixels) of the policy term.
+        old: log-densities of the policy that made the images, where more than one inner update needs them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    index: Tensor
+    rollout: Rollout
+    trajectories: Trajectories | None
+    schedule: Schedule
+    keep: dict[int, Tensor]
+    old: Old = field(default_factory=dict)
 
-    scored_ar_steps: int | None = Field(None, gt=0)
-    noisiest_diffusion_steps: int | None = Field(None, gt=0)
-    scored_diffusion_steps: int | None = Field(None, gt=0)
-    trained: Literal["trunk", "condition"] = "trunk"
-    scope: Scope = "committed"
-    advantage: AdvantageConfig = AdvantageConfig()
-    trajectories: TrajectoryConfig = TrajectoryConfig()
-    selection: SelectionConfig = SelectionConfig()
-    kl: float = Field(0.01, ge=0)
+    @classmethod
+    def of(
+        cls,
+        index: Tensor,
+        rollout: Rollout,
+        trajectories: Trajectories | None,
+        schedule: Schedule,
+        pixels: int,
+        config: AlgorithmConfig,
+    ) -> Batch:
+        """Select the tokens (or their `pixels`) of the policy term."""
+        keep = {step.index: _keep(step, rollout, trajectories, pixels, config) for step in rollout.steps}
+        return cls(index, rollout, trajectories, schedule, keep)
 
 
-@dataclass
-class LossParts:
-    """Sums over what was scored; `merge` adds, `means` divides."""
+@torch.no_grad()
+def record(
+    guided: Guided,
+    index: Tensor,
+    keys: Sequence[int],
+    steps: Steps,
+    config: AlgorithmConfig,
+    drawn: tuple[Tensor, Tensor] | None = None,
+) -> Batch:
+    """Roll out one image per key.
 
-    elements: float = 0.0
-    policy: float = 0.0
-    kl: float = 0.0
-    kept: float = 0.0
-    tokens: float = 0.0
+    Args:
+        guided: the policy under each image's prompt (`Guided.rows(index)`).
+        steps: AR step -> transitions that are scored.
+        drawn: orders and noise instead of those of the keys, as `roll_out` takes them.
+    """
+    mode, needs = config.trajectories.mode, list[Kept]()
+    if config.selection.mode == "delta":
+        needs.append("before")
+    if mode in ("composite", "drop_topk"):
+        needs.append("z")
+    if mode == "per_step" and config.trajectories.guidance == "sampler":
+        needs.append("unconditional")
+    if config.deviation == "recorded":
+        needs.append("std")
+    rollout = roll_out(guided, keys, recorded=steps, scope=config.scope, keep=needs, drawn=drawn)
+    trajectories = None
+    if mode != "off":
+        trajectories = draw_trajectories(guided, rollout, keys, steps, config.trajectories)
+    schedule = schedule_of(guided.policy, guided.sampling)
+    batch = Batch.of(index, rollout, trajectories, schedule, guided.policy.pixels_per_token, config)
+    read = [replace(step, before=None, z_unconditional=None) for step in rollout.steps]
+    batch.rollout = Rollout(rollout.tokens, read, None, None)  # selection and trajectories have read the rest
+    return batch
 
-    def merge(self, other: LossParts) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
 
-    def means(self) -> dict[str, float]:
-        return {
-            "policy_loss": -self.policy / max(1.0, self.elements),
-            "kl": self.kl / max(1.0, self.elements),
-            "kept_share": self.kept / max(1.0, self.tokens),
-        }
+def _keep(
+    step: RecordedStep, rollout: Rollout, trajectories: Trajectories | None, pixels: int, config: AlgorithmConfig
+) -> Tensor:
+    """bool [B, M, U]: what selection keeps, less what the control `drop_topk` takes out."""
+    selection = config.selection
+    if step.index < selection.first_ar_step:
+        selection = selection.model_copy(update={"mode": "off"})
+    count = pixels if selection.unit == "pixel" else 1
+    index = step.places[..., None].expand(-1, -1, step.path.final.shape[-1])
+    now, final = (units(part, count) for part in (step.path.final, rollout.tokens.gather(1, index)))
+    before = None if step.before is None else units(step.before, count)
+    committed = torch.arange(step.places.shape[1], device=now.device)[:, None] < step.num_committed
+    keep = consistent(now, before, final, committed, selection)
+    if trajectories is not None and config.trajectories.mode == "drop_topk":
+        keep = keep & ~trajectories.at(step).uncertain
+    return keep
+
+
+def kept(batches: Sequence[Batch], steps: Steps) -> Tensor:
+    """float64 [steps, 2]: units kept and units in scope. Sums over batches and processes add up."""
+    return torch.stack(
+        [sum(torch.tensor([b.keep[i].sum(), b.keep[i].numel()]).double() for b in batches) for i in steps]  # type: ignore[misc]
+    )
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What the sums of an AR step are multiplied by in the loss: its policy term, its KL."""
+
+    policy: dict[int, float]
+    kl: dict[int, float]
+
+
+def scales(
+    config: AlgorithmConfig,
+    steps: Steps,
+    kept: Tensor,
+    *,
+    counts: Sequence[int],
+    images: int,
+    token_dim: int,
+    counted_share: float = 1.0,
+) -> Scales:
+    """Averages as `AlgorithmConfig.reduction` and `per` say.
+
+    The weights that selection gives to the elements of an AR step have mean one: what is kept counts more by as much as
+    was dropped. With `elements` the step itself weighs as it would on average over draws of AR steps, whatever others
+    were drawn.
+
+    Args:
+        kept: from `kept`, summed over all processes.
+        counts: tokens that each AR step commits.
+        images: of the whole update; token_dim: C.
+        counted_share: share of the images that the policy term counts (`advantage.counted_share`).
+    """
+    channels = token_dim if config.per == "element" else 1
+    tokens = [sum(counts[i:]) if config.scope == "unknown" else counts[i] for i in range(len(counts))]
+    transitions = len(next(iter(steps.values())))
+    policy, kl = {}, {}
+    for (i, scored), (share, whole) in zip(steps.items(), kept.tolist(), strict=True):
+        if config.reduction == "elements":
+            elements = sum(tokens) * len(steps) / len(counts) * transitions
+        else:
+            elements = tokens[i] * len(scored) * (len(steps) if config.reduction == "steps" else 1)
+        kl[i] = config.kl.coefficient / (elements * images * channels)
+        weight = whole / share if share else 0.0
+        policy[i] = weight / (elements * images * channels * counted_share) if counted_share else 0.0
+    return Scales(policy, kl)
 
 
 def backward(
     live: Guided,
     reference: Guided | None,
-    index: Tensor,
-    rollout: Rollout,
-    trajectories: Trajectories | None,
+    batch: Batch,
     advantage: Tensor,
-    schedule: Schedule,
-    diffusion_steps: Sequence[int],
+    steps: Steps,
+    scales: Scales,
     config: AlgorithmConfig,
-    scale: float,
 ) -> LossParts:
-    """Accumulate the gradient of the loss of one micro-batch in the trunk's parameters.
+    """Accumulate the gradient of the loss of one micro-batch in the parameters that require one.
 
     Args:
         live: the policy under the P prompts of these B images, with gradient.
-        reference: the start model under the same; None where kl is 0.
-        index: prompt of each image, int64 [B].
+        reference: what the KL is to, under the same; None where kl.kind is off.
         advantage: [B].
-        diffusion_steps: transitions to score; each must have a variance.
-        scale: one over the elements that the whole update scores (on average over draws of AR steps).
+        steps: those the batch was recorded with.
 
     Raises:
         UnhealthyError: the trunk does not give the z of the rollout, or gives numbers that are not finite.
     """
     total = LossParts()
+    if config.likelihood_guidance == "none":
+        live, reference = live.unguided(), reference and reference.unguided()
     leaves = live.leaves()
-    for step in rollout.steps:
-        canvas = (step.tokens, step.known, step.num_known, step.places)
-        latents = leaves.rows(index).latents(*canvas)
-        error = (latents[0].detach() - step.z).abs().max().item()
-        if not math.isfinite(error):
-            hint = "lower optimizer.learning_rate; the last checkpoint is intact"
-            raise UnhealthyError("the trunk's output is not finite", where=f"AR step {step.index}", hint=hint)
-        if error > Z_TOLERANCE * max(1.0, step.z.abs().max().item()):
-            raise UnhealthyError(
-                f"the update's z differs from the rollout's by {error:.2g}",
-                where=f"AR step {step.index}",
-                hint="the policy that is scored is not the one that was sampled",
-            )
+    first = not batch.old
+    images = torch.arange(len(advantage)) if reference else advantage.nonzero()[:, 0].cpu()  # others have no gradient
+    images = images.to(batch.index.device)
+    if not len(images):
+        total.add(**_selected(batch))
+        return total
+    for step in batch.rollout.steps:
+        canvas = (step.tokens[images], step.known[images], step.num_known, step.places[images])
+        latents = leaves.rows(batch.index[images]).latents(*canvas)
+        if first:
+            _same_policy(latents[0].detach(), step, images)
         conditions = live.head_conditions(*latents)
-        cut = [condition.detach().requires_grad_(True) for condition in conditions]
         guidance = live.scale(step.num_known + step.num_committed)
-        predict = live.predictor(cut, guidance)
         anchor = None
         if reference is not None:
             with torch.no_grad():
-                latents = reference.rows(index).latents(*canvas)
-                anchor = reference.predictor(reference.head_conditions(*latents), guidance)
-        total.merge(
-            _score_step(
-                step, predict, anchor, rollout, trajectories, advantage, schedule, diffusion_steps, config, scale
-            )
-        )
-        torch.autograd.backward(conditions, [part.grad for part in cut])
+                anchor = reference.head_conditions(*reference.rows(batch.index).latents(*canvas))
+        whole = [
+            part.new_zeros(len(advantage), *part.shape[1:]).index_copy(0, images, part.detach()) for part in conditions
+        ]
+        rows = _rows(step, batch, advantage, scales.policy[step.index], config)
+        parts, gradients = score_rows(
+            live, whole, reference, anchor, guidance, rows, batch.schedule,
+            steps[step.index], scales.kl[step.index], batch.old, config,
+        )  # fmt: skip
+        total.merge(parts)
+        if conditions[0].requires_grad:
+            torch.autograd.backward(conditions, [gradient[images] for gradient in gradients])
     live.backward_through(leaves)
+    total.add(**_selected(batch))
     return total
 
 
-def _score_step(
-    step: RecordedStep,
-    predict: Predict,
-    anchor: Predict | None,
-    rollout: Rollout,
-    trajectories: Trajectories | None,
-    advantage: Tensor,
-    schedule: Schedule,
-    diffusion_steps: Sequence[int],
-    config: AlgorithmConfig,
-    scale: float,
-) -> LossParts:
-    """Gradient with respect to z of one AR step, one transition at a time (all trajectories of it at once)."""
-    batch, places = step.places.shape
-    committed = torch.arange(places) < step.num_committed
-    index = step.places[..., None].expand(-1, -1, step.path.shape[-1])
-    keep = consistent(step.path[-1], step.before, rollout.tokens.gather(1, index), committed, config.selection)
-    signal = advantage[:, None] * keep  # [B, M]
-    paths, shares = step.path[None], torch.ones(1, batch, places)
-    if trajectories is not None:
-        uncertain = trajectories.uncertain.gather(1, step.places)
-        extra = torch.stack([path.gather(2, index.expand(len(path), -1, -1, -1)) for path in trajectories.paths])
-        paths = torch.cat([paths, extra])
-        averaged = len(extra) + config.trajectories.include_rollout
-        main = torch.where(uncertain, float(config.trajectories.include_rollout) / averaged, 1.0)
-        shares = torch.cat([main[None], (uncertain / averaged).expand(len(extra), -1, -1)])
-    channels = paths.shape[-1]
-    parts = LossParts(kept=keep.sum().item(), tokens=float(batch * places))
-    elements = batch * places * channels
-    for j in diffusion_steps:
-        state, after, t = paths[:, j], paths[:, j + 1], schedule.timestep(j)
-        mean, std = schedule.transition(j, state, predict(state, t))
-        ratio = policy_term(after, mean, std)  # [1+S, B, M, C]
-        policy = (ratio.sum(-1) * shares * signal).sum()
-        loss = -policy
-        if anchor is not None:
-            with torch.no_grad():
-                reference_mean, reference_std = schedule.transition(j, state[:1], anchor(state[:1], t))
-            main_std = std[:1] if isinstance(std, Tensor) else std
-            kl = gaussian_kl(mean[:1], reference_mean, main_std, reference_std).sum()
-            loss = loss + config.kl * kl
-            parts.kl += kl.item()
-        (loss * scale).backward()
-        parts.policy += policy.item()
-        parts.elements += elements
-    return parts
+def _at_images(part: Tensor, images: Tensor, count: int) -> Tensor:
+    """Rows of some images among those of all `count`; zeros elsewhere."""
+    return part.new_zeros(count, *part.shape[1:]).index_copy(0, images, part)
+
+
+def _selected(batch: Batch) -> dict[str, Tensor]:
+    """Units kept and units in scope, over all AR steps."""
+    units_kept = [keep.sum() for keep in batch.keep.values()]
+    return {"kept": torch.stack(units_kept).sum(), "units": torch.tensor(sum(k.numel() for k in batch.keep.values()))}
+
+
+def _same_policy(z: Tensor, step: RecordedStep, images: Tensor) -> None:
+    recorded = step.z[images]
+    error, size = torch.stack([(z - recorded).abs().max(), recorded.abs().max()]).tolist()
+    where = f"AR step {step.index}"
+    if not error < float("inf"):
+        hint = "lower optimizer.learning_rate; the last checkpoint is intact"
+        raise UnhealthyError("the trunk's output is not finite", where=where, hint=hint)
+    if error > Z_TOLERANCE * max(1.0, size):
+        raise UnhealthyError(
+            f"the update's z differs from the rollout's by {error:.2g}",
+            where=where,
+            hint="the policy that is scored is not the one that was sampled",
+        )
+
+
+def _rows(step: RecordedStep, batch: Batch, advantage: Tensor, scale: float, config: AlgorithmConfig) -> HeadRows:
+    """The tokens of an AR step as the head's rows, image by image, with what each unit of them weighs."""
+    keep = batch.keep[step.index]
+    signal = advantage.to(keep.device)[:, None, None] * keep * scale  # [B, M, U]
+    main, share, number, path = torch.ones_like(signal), None, None, Chain(step.path.final, {})
+    if batch.trajectories is not None and config.trajectories.mode != "drop_topk":
+        extra = batch.trajectories.at(step)
+        averaged = config.trajectories.count + config.trajectories.include_rollout
+        uncertain = extra.uncertain.to(signal.dtype)
+        widest = max(signal.shape[2], uncertain.shape[2])
+        signal, uncertain = (part.expand(-1, -1, widest) for part in (signal, uncertain))
+        main = 1 - uncertain * (1 - config.trajectories.include_rollout / averaged)
+        share, number, path = signal * uncertain / averaged, extra.row.flatten(), extra.path
+    return HeadRows(
+        index=step.index,
+        places=step.places.shape[1],
+        path=step.path,
+        main=(signal * main).flatten(0, 1),
+        extra_path=path,
+        extra=None if share is None else share.flatten(0, 1),
+        extra_row=number,
+    )

@@ -1,4 +1,4 @@
-"""Line charts as small SVG drawings that take their colours and fonts from the page around them.
+"""Line and dot charts as small SVG drawings that take their colours and fonts from the page around them.
 
 A drawing is 360 units wide, which is a third of a desktop page and the whole of a phone's, so its text keeps its size.
 matplotlib is not used here because its SVG brings fixed colours (no dark page) and outlines instead of text.
@@ -47,6 +47,42 @@ class Chart:
     def svg(self) -> str:
         """The drawing."""
         return line_chart(self)
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One estimate: its value, standard error (None: unknown) and what it is the mean of, drawn faintly."""
+
+    value: float
+    error: float | None = None
+    each: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dots:
+    """One estimate a row under one name; None where a row has none. `tone` as in Series."""
+
+    name: str
+    dots: tuple[Dot | None, ...]
+    tone: str
+
+
+@dataclass(frozen=True)
+class DotChart:
+    """Estimates as dots with bars of one standard error, a row for each of `rows`; dashed at `reference`."""
+
+    title: str
+    note: str
+    label: str
+    rows: tuple[str, ...]
+    series: tuple[Dots, ...]
+    percent: bool = False
+    reference: float | None = None
+
+    @property
+    def svg(self) -> str:
+        """The drawing."""
+        return dot_chart(self)
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -132,3 +168,50 @@ def _draw(series: Series, right: Callable[[float], float], down: Callable[[float
 def _path(places: Sequence[tuple[float, float]], css: str) -> str:
     steps = " ".join(f"L{x:.1f} {y:.1f}" for _, (x, y) in pairwise(places))
     return f'<path class="{css}" d="M{places[0][0]:.1f} {places[0][1]:.1f} {steps}"/>'
+
+
+NAMES, ROW, STEP = 104, 16, 7
+"""Width of the names at the left; height of a row, and what each further series of it adds."""
+
+
+def dot_chart(chart: DotChart) -> str:
+    """One SVG element, as high as its rows need."""
+    reach = [] if chart.reference is None else [chart.reference]
+    for dot in (dot for series in chart.series for dot in series.dots if dot):
+        reach += [dot.value - (dot.error or 0.0), dot.value + (dot.error or 0.0), *dot.each]
+    ticks = nice_ticks(min(reach), max(reach), 4)
+    row = ROW + STEP * (len(chart.series) - 1)
+    bottom = 10 + row * len(chart.rows)
+    height = bottom + 36
+
+    def right(x: float) -> float:
+        return NAMES + 8 + (x - ticks[0]) / (ticks[-1] - ticks[0]) * (WIDTH - NAMES - 8 - RIGHT)
+
+    parts, words = [], []
+    for x in ticks:
+        parts.append(f'<line class="rule" x1="{right(x):.1f}" x2="{right(x):.1f}" y1="4" y2="{bottom}"/>')
+        text = tick_text(x, chart.percent)
+        parts.append(f'<text class="tick" x="{right(x):.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
+    if chart.reference is not None:
+        x = right(chart.reference)
+        parts.append(f'<line class="reference" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
+    middle = (NAMES + 8 + WIDTH - RIGHT) / 2
+    parts.append(f'<text class="label" x="{middle}" y="{height - 4}" text-anchor="middle">{escape(chart.label)}</text>')
+    for number, name in enumerate(chart.rows):
+        centre = 10 + row * (number + 0.5)
+        parts.append(f'<text class="label" x="{NAMES}" y="{centre + 4:.1f}" text-anchor="end">{escape(name)}</text>')
+        for place, series in enumerate(chart.series):
+            if found := series.dots[number]:
+                y = centre + STEP * (place - (len(chart.series) - 1) / 2)
+                parts += _dot(found, series.tone, right, y)
+                words.append(f"{name}, {series.name}: {tick_text(found.value, chart.percent)}")
+    label = escape(f"{chart.title}, {chart.label}. {'; '.join(words)}", quote=True)
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _dot(dot: Dot, tone: str, right: Callable[[float], float], y: float) -> list[str]:
+    marks = [f'<circle class="each {tone}" cx="{right(x):.1f}" cy="{y:.1f}" r="2"/>' for x in dot.each]
+    if dot.error:
+        ends = f'x1="{right(dot.value - dot.error):.1f}" x2="{right(dot.value + dot.error):.1f}"'
+        marks.append(f'<line class="error {tone}" {ends} y1="{y:.1f}" y2="{y:.1f}"/>')
+    return [*marks, f'<circle class="dot {tone}" cx="{right(dot.value):.1f}" cy="{y:.1f}" r="3.5"/>']

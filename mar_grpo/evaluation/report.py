@@ -349,10 +349,11 @@ def build_report(inputs: ReportInputs) -> str:
         "settings": flatten(inputs.run.recipe),
         "versions": sorted(software_versions().items()),
     }
-    return _environment().get_template("report.html.j2").render(page=page)
+    return page_templates().get_template("report.html.j2").render(page=page)
 
 
-def _environment() -> jinja2.Environment:
+def page_templates() -> jinja2.Environment:
+    """The pages' templates, with words.py as filters."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("mar_grpo.evaluation"),
         autoescape=jinja2.select_autoescape(["html", "html.j2"]),

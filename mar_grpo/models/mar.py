@@ -199,6 +199,10 @@ class Mar(nn.Module):
         return self.config.token_dim
 
     @property
+    def pixels_per_token(self) -> int:
+        return 1
+
+    @property
     def image_size(self) -> tuple[int, int]:
         """(height, width) of the images that are made, px."""
         return self.grid[0] * self.config.token_pixels, self.grid[1] * self.config.token_pixels

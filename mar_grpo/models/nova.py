@@ -204,6 +204,10 @@ class NovaTransformer(nn.Module):
         return self.config.token_dim
 
     @property
+    def pixels_per_token(self) -> int:
+        return self.config.patch**2
+
+    @property
     def image_size(self) -> tuple[int, int]:
         """(height, width), px."""
         return self.config.image_size

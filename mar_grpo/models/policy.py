@@ -67,6 +67,11 @@ class Policy(nn.Module, ABC):
         return self.image_network.token_dim
 
     @property
+    def pixels_per_token(self) -> int:
+        """Latent pixels that a token holds, (pixel, channel) in its last axis; 1 where its channels are not split."""
+        return self.image_network.pixels_per_token
+
+    @property
     def device(self) -> torch.device:
         """Where the transformer's weights are."""
         return next(self.transformer.parameters()).device

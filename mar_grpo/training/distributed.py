@@ -16,11 +16,14 @@ from mar_grpo.errors import MarGrpoError
 
 
 class Processes:
-    """Rank and world size, and the few collectives training needs."""
+    """Rank and world size, the device of this process, and the few collectives training needs."""
 
     def __init__(self) -> None:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         if self.world > 1:
             dist.init_process_group("gloo", timeout=timedelta(minutes=10))
 
@@ -36,10 +39,13 @@ class Processes:
         return self.rank == 0
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace every gradient by its sum over the processes, in one message."""
+        """Replace every gradient by its sum over the processes, in one message; where there is none it is 0."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         if self.world == 1:
             return
-        flat = torch.cat([p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in parameters])
+        flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
         dist.all_reduce(flat)
         for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.view_as(parameter)

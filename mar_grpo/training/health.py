@@ -33,10 +33,7 @@ class Health:
 
     def check(self, update: int, numbers: Mapping[str, float]) -> None:
         """Raises UnhealthyError when a number is not finite, or no group has differed for `patience` updates."""
-        for name, value in numbers.items():
-            if not math.isfinite(value):
-                hint = "lower optimizer.learning_rate; the last checkpoint is intact"
-                raise UnhealthyError(f"{name} is {value}", where=f"update {update}", hint=hint)
+        self.finite(update, numbers)
         self._count(numbers)
         if self._dead_updates >= self.config.patience:
             raise UnhealthyError(
@@ -44,6 +41,13 @@ class Health:
                 where=f"update {update}",
                 hint="the policy has collapsed, or the reward cannot tell its pictures apart",
             )
+
+    def finite(self, update: int, numbers: Mapping[str, float]) -> None:
+        """Raises UnhealthyError when a number is not finite."""
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                hint = "lower optimizer.learning_rate; the last checkpoint is intact"
+                raise UnhealthyError(f"{name} is {value}", where=f"update {update}", hint=hint)
 
     def compare(self, update: int, sums: Sequence[float]) -> None:
         """Raises UnhealthyError when parameters are not finite, or naming the first rank that differs from rank 0."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from mar_grpo.errors import InputError, UnhealthyError
 from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.training.muon import Muon
+from mar_grpo.training.optimization import Ema
 
 
 class SftConfig(BaseModel):
@@ -111,27 +112,6 @@ def sft_loss(
         losses.append(F.mse_loss(prediction, target, reduction="sum"))
         weights.append(target.numel())
     return torch.stack(losses).sum() / sum(weights)
-
-
-class Ema:
-    """Exponential moving average of the trained parameters; warms up so that early averages forget the start."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
-        self.decay, self.parameters = decay, parameters
-        self.average = {name: value.detach().clone() for name, value in parameters.items()}
-
-    @torch.no_grad()
-    def update(self, step: int) -> None:
-        decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self.average.values()), list(self.parameters.values()), 1 - decay)
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        """Exchange parameters and averages (call twice to restore)."""
-        for name, value in self.parameters.items():
-            kept = value.detach().clone()
-            value.copy_(self.average[name])
-            self.average[name].copy_(kept)
 
 
 def make_optimizers(

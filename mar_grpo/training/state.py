@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from mar_grpo.errors import InputError
 from mar_grpo.store import Store
@@ -23,8 +22,7 @@ def save_state(
     update: int,
     *,
     fingerprint: str,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    learner: Mapping[str, Any],
     stream: Mapping[str, Any],
     metrics: list[dict[str, Any]],
     seconds: float,
@@ -35,8 +33,7 @@ def save_state(
         {
             "fingerprint": fingerprint,
             "update": update,
-            "parameters": {name: value.detach() for name, value in parameters.items()},
-            "optimizer": optimizer.state_dict(),
+            "learner": dict(learner),
             "stream": dict(stream),
             "metrics": json.dumps(metrics),
             "seconds": seconds,
@@ -49,15 +46,8 @@ def save_state(
         store.delete(old)
 
 
-def load_state(
-    store: Store,
-    prefix: str,
-    *,
-    fingerprint: str,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-) -> dict[str, Any] | None:
-    """Restore parameters and optimiser; returns update, stream, metrics and seconds, or None when there is no state.
+def load_state(store: Store, prefix: str, *, fingerprint: str) -> dict[str, Any] | None:
+    """Update, learner, stream, metrics and seconds of the last state, on the CPU; None when there is none.
 
     Raises:
         InputError: the state is damaged or belongs to another recipe, checkpoint or prompt set.
@@ -66,20 +56,10 @@ def load_state(
         return None
     target = store.read_pointer(f"{prefix}/{LATEST}")
     data = store.read_bytes(store.key(target.uri), sha256=target.sha256)
-    state = torch.load(io.BytesIO(data), weights_only=True)
+    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     if state["fingerprint"] != fingerprint:
         hint = "give the run another name, or delete its state to start anew"
         raise InputError(
             "the saved state belongs to another recipe, checkpoint or prompt set", where=target.uri, hint=hint
         )
-    saved: dict[str, Tensor] = state["parameters"]
-    with torch.no_grad():
-        for name, value in parameters.items():
-            value.copy_(saved[name])
-    optimizer.load_state_dict(state["optimizer"])
-    return {
-        "update": state["update"],
-        "stream": state["stream"],
-        "metrics": json.loads(state["metrics"]),
-        "seconds": state["seconds"],
-    }
+    return state | {"metrics": json.loads(state["metrics"])}

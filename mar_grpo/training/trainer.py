@@ -2,11 +2,12 @@
 
 One update: take prompts, make a group of images of each (recording what the loss reads), score them, turn scores into
 group-relative advantages, accumulate the gradient of the policy term micro-batch by micro-batch, sum it over the
-processes, step. Everything random is drawn from (seed, update, prompt's place, image's place), never from a rank, so
-the number of processes does not change what is made.
+processes, step. With inner updates the last three are done again with the same images. Everything random is drawn from
+(seed, update, prompt's place, image's place), never from a rank, so the number of processes does not change what is
+made.
 
-Departures from the textbook GRPO: one on-policy update per rollout (the ratio is 1, there is nothing to clip); the head
-is frozen and only the trunk moves; a transition without variance is not scored.
+Departures from the textbook GRPO: unless the recipe says otherwise there is one on-policy step per rollout (the ratio
+is 1, there is nothing to clip) and the head is frozen; a transition without variance is not scored.
 """
 
 from __future__ import annotations
@@ -15,31 +16,30 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor, nn
 
 from mar_grpo import __version__
-from mar_grpo.algorithms.advantage import advantages
-from mar_grpo.algorithms.loss import LossParts, backward
-from mar_grpo.algorithms.trajectories import Trajectories, draw_trajectories
+from mar_grpo.algorithms.advantage import advantages, counted_share
+from mar_grpo.algorithms.loss import LossParts, kept, scales
+from mar_grpo.algorithms.steps import choose_steps
 from mar_grpo.data.stream import PromptStream
-from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.documents import DocumentRef, PromptSet, TrainingRun, read_document, write_document
-from mar_grpo.errors import InputError, MarGrpoError, UnhealthyError
+from mar_grpo.errors import MarGrpoError, UnhealthyError
 from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy, publish_checkpoint, save_policy
 from mar_grpo.models.policy import Policy
 from mar_grpo.rewards.mix import RewardMix
-from mar_grpo.rollout import Guided, Rollout, noise_key, roll_out, schedule_of
+from mar_grpo.rollout import noise_key, schedule_of
 from mar_grpo.store import Store
 from mar_grpo.training.distributed import Processes, checksum
 from mar_grpo.training.health import Health, HealthConfig
-from mar_grpo.training.optimization import make_optimizer, set_rate
+from mar_grpo.training.learner import Learner
+from mar_grpo.training.lora import LoraConfig
+from mar_grpo.training.micro_batches import gradient, make_images
 from mar_grpo.training.state import load_state, save_state
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class TrainingConfig(BaseModel):
         held_out_every: updates between looks at held-out prompts (for the curves only; nothing is chosen by them),
             0 for none; held_out_prompts: how many prompts, one image each.
         max_relaunches: how often the launcher goes on from the last state after an error that may pass.
+        lora: adapters are trained instead of the part's own weights; None: its own weights.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,24 +74,13 @@ class TrainingConfig(BaseModel):
     held_out_prompts: int = Field(100, gt=0)
     max_relaunches: int = Field(2, ge=0)
     health: HealthConfig = HealthConfig()
+    lora: LoraConfig | None = None
 
     @model_validator(mode="after")
     def _whole_groups(self) -> TrainingConfig:
         if self.micro_batch < self.group_size:
             raise ValueError(f"micro_batch {self.micro_batch} cannot hold one group of group_size {self.group_size}")
         return self
-
-
-@dataclass
-class MicroBatch:
-    """Images of one process that are rolled out together: B images of P prompts."""
-
-    records: list[dict[str, Any]]  # one a prompt
-    index: Tensor  # int64 [B], prompt of each image
-    keys: list[int]
-    rollout: Rollout
-    trajectories: Trajectories | None
-    rewards: dict[str, np.ndarray]
 
 
 def train(
@@ -119,13 +109,9 @@ def train(
         torch.set_num_threads(config.threads)
     torch.set_flush_denormal(True)  # GELU's far tail makes them, and they slow CPU matrix products five times
     with Processes() as processes:
-        policy = load_policy(fetch_checkpoint(checkpoint, work / f"rank{processes.rank}")).eval().requires_grad_(False)
+        policy = load_policy(fetch_checkpoint(checkpoint, work / f"rank{processes.rank}"))
         policy.keep_features(store)
-        trained = trained_parameters(policy, recipe.algorithm.trained)
-        for parameter in trained.values():
-            parameter.requires_grad_(True)
-        reference = policy.frozen_copy() if recipe.algorithm.kl else None
-        optimizer = make_optimizer(list(trained.values()), recipe.optimizer)
+        learner = Learner(recipe, policy, processes.device)
         prompt_set = read_document(prompts, PromptSet)
         stream = PromptStream(
             prompt_set, store, seed=recipe.seed, rank=processes.rank, world=processes.world,
@@ -133,35 +119,41 @@ def train(
         )  # fmt: skip
         rewards = RewardMix(recipe.rewards)
         fingerprint = hashlib.sha256(f"{recipe.digest} {checkpoint.sha256} {prompts.sha256}".encode()).hexdigest()
-        state = load_state(store, prefix, fingerprint=fingerprint, parameters=trained, optimizer=optimizer)
+        state = load_state(store, prefix, fingerprint=fingerprint)
         metrics: list[dict[str, Any]] = state["metrics"] if state else []
         update = state["update"] if state else 0
         health = Health(config.health, [row for row in metrics if row["update"]])
         began = time.monotonic() - (state["seconds"] if state else 0.0)
         if state:
+            learner.restore(state["learner"])
             stream.restore(state["stream"])
+
+        def look() -> dict[str, float]:
+            if held_out is None:
+                return {}
+            with learner.shown() as shown:
+                return held_out(shown, processes)
+
         outcome, failure = "completed", None
         try:
             if held_out and config.held_out_every and not metrics:
-                metrics.append({"update": 0, **held_out(policy, processes)})
+                metrics.append({"update": 0, **look()})
             while update < config.updates:
                 started = time.monotonic()
-                numbers = _update(
-                    recipe, policy, reference, trained, optimizer, stream, rewards, health, processes, update
-                )
+                numbers = _update(recipe, learner, stream, rewards, health, processes, update)
                 update += 1
                 row: dict[str, Any] = {"update": update, **numbers, "seconds": time.monotonic() - started}
-                if held_out and config.held_out_every and update % config.held_out_every == 0:
-                    row |= held_out(policy, processes)
+                if config.held_out_every and update % config.held_out_every == 0:
+                    row |= look()
                 save = update % config.save_every == 0 or update == config.updates
                 if save or update % config.health.compare_every == 0:
-                    health.compare(update, processes.gather(checksum(list(trained.values()))))
+                    health.compare(update, processes.gather(checksum(learner.trained)))
                 metrics.append(row)
                 if processes.first:
                     report(row)
                     if save:
                         save_state(
-                            store, prefix, update, fingerprint=fingerprint, parameters=trained, optimizer=optimizer,
+                            store, prefix, update, fingerprint=fingerprint, learner=learner.state(),
                             stream=stream.state(), metrics=metrics, seconds=time.monotonic() - began,
                         )  # fmt: skip
         except MarGrpoError as error:
@@ -172,7 +164,7 @@ def train(
             raise
         if not processes.first:
             return None
-        folder = save_policy(policy, work / "trained")
+        folder = save_policy(learner.finished(), work / "trained")
         published = publish_checkpoint(
             folder, store, f"{prefix}/checkpoint", step=update, parent=checkpoint.sha256, recipe_digest=recipe.digest
         )
@@ -181,10 +173,7 @@ def train(
 
 def _update(
     recipe: Recipe,
-    policy: Policy,
-    reference: Policy | None,
-    trained: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    learner: Learner,
     stream: PromptStream,
     rewards: RewardMix,
     health: Health,
@@ -192,66 +181,32 @@ def _update(
     update: int,
 ) -> dict[str, float]:
     """One update of all processes. Returns its numbers, the same on every rank."""
-    config, algorithm = recipe.training, recipe.algorithm
-    schedule = schedule_of(policy, recipe.sampling)
+    config, algorithm, policy = recipe.training, recipe.algorithm, learner.policy
     counts = policy.mask_schedule(recipe.sampling.ar_steps)
-    ar_steps, diffusion_steps = choose_steps(recipe, update, len(counts), schedule)
+    steps = choose_steps(
+        algorithm.scored_ar_steps, algorithm.scored_diffusion_steps, seed=recipe.seed, update=update,
+        num_ar_steps=len(counts), schedule=schedule_of(policy, recipe.sampling),
+    )  # fmt: skip
 
     # 1. rollout and reward, every image of a prompt on one process
-    batches = []
-    prompts_at_once = config.micro_batch // config.group_size
     with processes.together():
-        records = [sample.record.as_dict() for sample in stream.take(config.prompts_per_update)]
-        for start in range(0, len(records), prompts_at_once):
-            some = records[start : start + prompts_at_once]
-            places = [processes.rank + processes.world * (start + i) for i in range(len(some))]
-            keys = [noise_key(recipe.seed, update, place, g) for place in places for g in range(config.group_size)]
-            batches.append(roll_out_batch(recipe, policy, schedule, some, keys, ar_steps, rewards))
+        records = [sample.record for sample in stream.take(config.prompts_per_update)]
+        places = [processes.rank + processes.world * i for i in range(len(records))]
+        keys = [noise_key(recipe.seed, update, place, g) for place in places for g in range(config.group_size)]
+        batches = make_images(recipe, policy, records, keys, steps, rewards)
 
-    # 2. advantages of the whole update, per group and per component, then this process's share (every world-th prompt)
+    # 2. advantages of the whole update, then this process's share (every world-th prompt)
     names = list(recipe.rewards.components)
-    own = {name: np.concatenate([batch.rewards[name] for batch in batches]) for name in names}
-    everyone = processes.gather(own)
+    everyone = processes.gather({name: np.concatenate([each.rewards[name] for each in batches]) for name in names})
     grouped = {
         name: torch.from_numpy(
             np.stack([scores[name].reshape(-1, config.group_size) for scores in everyone], axis=1)
         ).flatten(0, 1)
         for name in names
     }
-    advantage = advantages(grouped, recipe.rewards.components, algorithm.advantage)[processes.rank :: processes.world]
-
-    # 3. gradient, one micro-batch after the other
-    images = config.prompts_per_update * config.group_size
-    tokens = sum(sum(counts[i:]) if algorithm.scope == "unknown" else counts[i] for i in range(len(counts)))
-    # of those drawn on average, so that the weight of an AR step does not depend on the others that were drawn
-    elements = images * tokens * len(ar_steps) / len(counts) * policy.token_dim * len(diffusion_steps)
-    optimizer.zero_grad(set_to_none=True)
-    parts = LossParts()
-    with processes.together():
-        for batch, part in zip(batches, advantage.flatten().split([len(b.keys) for b in batches]), strict=True):
-            conditioning = policy.encode_prompts([record["prompt"] for record in batch.records])
-            anchor = None
-            if reference is not None:
-                with torch.no_grad():
-                    anchor = Guided.of(reference, conditioning, recipe.sampling)
-            live = Guided.of(policy, conditioning, recipe.sampling)
-            parts.merge(
-                backward(
-                    live, anchor, batch.index, batch.rollout, batch.trajectories, part, schedule, diffusion_steps,
-                    algorithm, 1.0 / elements,
-                )
-            )  # fmt: skip
-    parameters = list(trained.values())
-    processes.sum_gradients(parameters)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.optimizer.max_grad_norm).item()
-
-    # 4. numbers of all processes, health, step
-    merged = LossParts()
-    for sums in processes.gather(vars(parts)):
-        merged.merge(LossParts(**sums))
-    numbers = {"gradient_norm": norm, **merged.means()}
-    if reference is None:
-        del numbers["kl"]  # not measured is not zero
+    whole = advantages(grouped, recipe.rewards.components, algorithm.advantage)
+    advantage = whole[processes.rank :: processes.world].flatten()
+    numbers: dict[str, float] = {}
     live_groups = torch.zeros(config.prompts_per_update, dtype=torch.bool)
     for name, table in grouped.items():
         numbers[f"reward/{name}"] = table.double().mean().item()
@@ -259,59 +214,27 @@ def _update(
         live_groups |= table.amax(dim=1) > table.amin(dim=1)
     numbers["live_groups"] = live_groups.double().mean().item()
     health.check(update + 1, numbers)
-    numbers["learning_rate"] = set_rate(optimizer, update, recipe.optimizer)
-    optimizer.step()
+
+    # 3. gradient, one micro-batch after the other, and a step; again for each inner update
+    weights = scales(
+        algorithm, steps, sum(processes.gather(kept([each.batch for each in batches], steps))), counts=counts,
+        images=config.prompts_per_update * config.group_size, token_dim=policy.token_dim,
+        counted_share=counted_share(whole, algorithm.advantage),
+    )  # fmt: skip
+    numbers["learning_rate"] = learner.set_rate(update)
+    for _ in range(algorithm.inner_updates):
+        learner.optimizer.zero_grad(set_to_none=True)
+        with processes.together():
+            parts = gradient(recipe, policy, learner.reference, batches, advantage, steps, weights)
+        processes.sum_gradients(learner.trained)
+        merged = LossParts()
+        for sums in processes.gather(parts.numbers()):
+            merged.merge(LossParts.of(sums))
+        numbers |= {"gradient_norm": learner.clip(), **merged.means()}
+        health.finite(update + 1, numbers)
+        learner.optimizer.step()
+    learner.end(update)
     return numbers
-
-
-def choose_steps(recipe: Recipe, update: int, num_ar_steps: int, schedule: Schedule) -> tuple[list[int], list[int]]:
-    """AR steps and transitions that this update scores, the same on every rank, before anything is rolled out."""
-    rng = np.random.default_rng([recipe.seed, update, 0])
-    stochastic = [j for j in range(schedule.num_steps) if schedule.stochastic(j)]
-    stochastic = stochastic[: recipe.algorithm.noisiest_diffusion_steps]
-    chosen = []
-    for pool, count in (
-        (list(range(num_ar_steps)), recipe.algorithm.scored_ar_steps),
-        (stochastic, recipe.algorithm.scored_diffusion_steps),
-    ):
-        if count is not None and count < len(pool):
-            pool = sorted(rng.choice(pool, size=count, replace=False).tolist())
-        chosen.append(pool)
-    return chosen[0], chosen[1]
-
-
-@torch.no_grad()
-def roll_out_batch(
-    recipe: Recipe,
-    policy: Policy,
-    schedule: Schedule,
-    records: list[dict[str, Any]],
-    keys: list[int],
-    ar_steps: list[int],
-    rewards: RewardMix,
-) -> MicroBatch:
-    """Images of some prompts and their rewards."""
-    algorithm, group = recipe.algorithm, recipe.training.group_size
-    index = torch.arange(len(records)).repeat_interleave(group)
-    guided = Guided.of(policy, policy.encode_prompts([r["prompt"] for r in records]), recipe.sampling).rows(index)
-    rollout = roll_out(
-        guided, keys, recorded=ar_steps, scope=algorithm.scope, keep_before=algorithm.selection.mode == "delta"
-    )
-    trajectories = None
-    if algorithm.trajectories.count:
-        trajectories = draw_trajectories(guided, rollout, schedule, keys, algorithm.trajectories)
-    images = policy.decode(rollout.tokens)
-    scores = rewards.compute(images, [records[i] for i in index.tolist()])
-    return MicroBatch(records, index, keys, rollout, trajectories, scores)
-
-
-def trained_parameters(policy: Policy, part: str) -> dict[str, nn.Parameter]:
-    """Parameters of the trained part by their published names."""
-    parameters = policy.condition_parameters() if part == "condition" else policy.trunk_parameters()
-    if not parameters:
-        raise InputError("the checkpoint's condition is frozen", where="algorithm.trained", hint="train the trunk")
-    reached = {id(parameter) for parameter in parameters}
-    return {name: value for name, value in policy.transformer.named_parameters() if id(value) in reached}
 
 
 def _finish(

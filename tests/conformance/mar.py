@@ -25,6 +25,7 @@ from mar_grpo.models.mar import Mar, MarConfig, MarPolicy, mask_schedule
 from mar_grpo.models.policy import Policy
 from mar_grpo.rollout import Guided, SamplingConfig, denoise, roll_out
 from tests.conformance.checks import Comparison
+from tests.conformance.nova_forward import states_of
 
 FORWARD = {"atol": 2e-5, "rtol": 1e-4}
 SAMPLED = {"of_max": 1e-3}
@@ -191,7 +192,7 @@ def generations(policy: MarPolicy, compare: Comparison) -> None:
         guided = Guided.of(policy, conditioning, sampling)
         scales = [guided.scale(length - m) for m in left[1:]]
         compare.same(f"sample.{name}.scales", scales, settings["cfg_per_step"], rtol=1e-6)
-        rollout = roll_out(guided, labels.tolist(), recorded=range(len(own)), drawn=drawn)
+        rollout = roll_out(guided, labels.tolist(), recorded=dict.fromkeys(range(len(own)), ()), drawn=drawn)
         canvas = {step.num_known: step.tokens for step in rollout.steps} | {length: rollout.tokens}
         compare.equal(f"sample.{name}.tokens", torch.stack([canvas[length - m] for m in left[1:]]), **SAMPLED)
         compare.equal(f"sample.{name}.latent", policy.transformer.unpatchify(rollout.tokens), **SAMPLED)
@@ -206,7 +207,7 @@ def chain(policy: MarPolicy, compare: Comparison) -> None:
         _, plain = schedule.transition(0, noise[0], policy.head(noise[0], schedule.timestep(0), z))
         temperature = round((compare.golden("logp.std")[0] / plain).flatten()[0].item(), 4)
     schedule.at_temperature(temperature)
-    path = denoise(lambda x, t: policy.head(x, t, z), schedule, noise[0], noise[1:])
+    path = states_of(denoise(lambda x, t: policy.head(x, t, z), schedule, noise[0], noise[1:]))
     compare.equal("logp.xt", path[:-1], **SAMPLED)
     compare.equal("logp.x_prev", path[1:], **SAMPLED)
     states, after = compare.golden("logp.xt"), compare.golden("logp.x_prev")

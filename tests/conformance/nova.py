@@ -1,8 +1,8 @@
 """A folder of the `nova` set: transformer, head, schedules, whole generations, and the loss of MAR-GRPO on top of them.
 
 The recorded update is that of the public trainer (documented defects corrected): it scores latent pixels without
-guidance and sums over AR steps. It is written down here from `recorded_loss` on; what it is made of (trunk, head,
-transitions, densities, advantages, selection) is ours. Where our own update means the same, it is run as well.
+guidance and sums over AR steps. It is written down here from `recorded_loss` on, for its intermediate tensors; its
+values and gradients must then come out of `algorithms.loss` with the preset `released` once more.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mar_grpo.algorithms.advantage import AdvantageConfig, advantages
-from mar_grpo.algorithms.loss import AlgorithmConfig, backward
+from mar_grpo.algorithms.advantage import advantages
+from mar_grpo.algorithms.loss import AlgorithmConfig, Batch, backward, kept, scales
 from mar_grpo.algorithms.objective import gaussian_kl
 from mar_grpo.algorithms.selection import SelectionConfig, consistent, most_uncertain, uncertainty
+from mar_grpo.algorithms.trajectories import Extra, Trajectories
 from mar_grpo.diffusion.gaussian import Schedule, log_prob
 from mar_grpo.models.heads import TIME_DIM, time_frequencies
 from mar_grpo.models.nova import NovaConfig, NovaTransformer
-from mar_grpo.rollout import Guided, RecordedStep, Rollout, denoise
+from mar_grpo.rollout import Chain, Guided, RecordedStep, Rollout, denoise
 from tests.conformance import nova_forward as forward
 from tests.conformance.checks import Comparison
-from tests.conformance.nova_forward import Case, take
+from tests.conformance.nova_forward import Case, states_of, take
 
 FLOW_LOG_PROB, DDPM_LOG_PROB, LOSS, GRADIENT = 3e-3, 2e-3, 1e-6, 1e-4  # gradients: of the tensor's largest
-PLAIN = {"scope": "unknown", "trajectories": {"count": 0}, "selection": {"mode": "none"}}
+PLAIN = {"trajectories": {"mode": "off"}, "selection": {"mode": "off"}}
 
 
 def check(folder: Path, compare: Comparison) -> None:
@@ -138,7 +139,7 @@ def flow_update(case: Case) -> None:
     final = compare.golden(f"{rollout}.latents")[:, :, 0]
     case.equal("grpo.final_x", final, 0.0)
     rewards = case.input("grpo.rewards_per_func").sum(1).view(-1, params["gens"])
-    advantage = advantages({"sum": rewards}, {"sum": 1.0}, AdvantageConfig(clip=1e9)).flatten()
+    advantage = advantages({"sum": rewards}, {"sum": 1.0}, AlgorithmConfig(preset="released").advantage).flatten()
     case.equal("grpo.advantages", advantage, LOSS)
     uncertain, extra = _extra_trajectories(case, rollout, schedule)
     changed = {name.removeprefix("grpo.ref."): case.input(name) for name in compare.names("grpo.ref.")}
@@ -175,16 +176,14 @@ def flow_update(case: Case) -> None:
             _, reference_mean, _ = transitions(case, schedule, frozen, other.z, path, steps)
         shift, column = reference_mean - mean, advantage.view(batch, 1, 1, 1)
         case.equal(f"{prefix}.kl_elementwise", trainer_kl(shift))
-        _, own = _own_update(case, rollout, step, path, schedule, steps, torch.zeros(batch), frozen)
-        gaussian = (unknown * gaussian_kl(mean, reference_mean, std.view(-1, 1, 1, 1, 1))).sum()
+        wide = std.view(-1, 1, 1, 1, 1)
+        gaussian = (unknown * gaussian_kl(mean, reference_mean, wide, wide)).sum()
         policy, kl, loss = recorded_loss(
             density, trajectories, column, weight, uncertain, unknown, shift, params["beta"]
         )
         loss.backward()
         found = torch.stack([policy, kl, gaussian / unknown.expand_as(shift).sum(), loss])
         case.equal(f"{prefix}.policy_kl_loss", found, LOSS)
-        recorded = compare.golden(f"{prefix}.policy_kl_loss")[2].item()
-        compare.same(f"{prefix}.policy_kl_loss", own, recorded, atol=LOSS, rtol=GRADIENT)
     norms = {name: gradient.norm() for name, gradient in _gradients(case, "grpo").items()}
     recorded_norms = compare.manifest["grad_norms"]
     compare.same("grad_norms.names", sorted(norms) == sorted(recorded_norms), True)
@@ -192,6 +191,48 @@ def flow_update(case: Case) -> None:
         compare.same(f"grad_norms.{name}", norm, recorded_norms.get(name, math.nan), rtol=GRADIENT)
     total = torch.stack(list(norms.values())).norm()
     compare.same("grad_norms.total", total, compare.manifest["grad_total_norm"], rtol=GRADIENT)
+    for parameter in trunk:
+        parameter.grad = None
+    released(case, rollout, schedule, reference, advantage, extra)
+
+
+def released(
+    case: Case, rollout: str, schedule: Schedule, reference: NovaTransformer, advantage: Tensor, extra: Tensor
+) -> None:
+    """The same by `algorithms.loss`: values of each AR step, then the gradient of all of them."""
+    params, start = case.params, case.compare.golden(f"{rollout}.init_noise")
+    states = case.tokens(torch.cat([start[:, None], case.compare.golden(f"{rollout}.xs")], dim=1))  # [K, T+1, B, L, C]
+    config = AlgorithmConfig.model_validate(
+        {
+            "preset": "released",
+            "selection": {"threshold": params["thresh"]},
+            "trajectories": {"share": params["top"], "count": extra.shape[1]},
+            "kl": {"coefficient": params["beta"]},
+        }
+    )
+    path = Chain(extra[-1], dict(enumerate(extra)))
+    whole = Extra.choose(path, [], case.model.config.patch**2, config.trajectories)
+    for i in params["sel_mask"]:
+        recorded = case.compare.golden(f"grpo.m{i}.policy_kl_loss")
+        for kind in ("mean_k3", "gaussian"):
+            settings = config.model_copy(update={"kl": config.kl.model_copy(update={"kind": kind})})
+            for parameter in case.model.trunk_parameters() if kind == "gaussian" else ():
+                parameter.requires_grad_(False)
+            found = _own_update(
+                case, rollout, i, states, schedule, case.compare.golden(f"grpo.m{i}.diff_index").tolist(), advantage,
+                settings, Trajectories(whole, {}), case.guided(reference),
+            )  # fmt: skip
+            policy, kl = -found["policy_loss"], found["kl"]
+            if kind == "gaussian":
+                case.compare.same(f"grpo.m{i}.policy_kl_loss", kl, recorded[2], atol=LOSS, rtol=GRADIENT)
+            else:
+                ours = torch.tensor([policy, kl, params["beta"] * kl - policy])
+                case.compare.same(f"grpo.m{i}.policy_kl_loss", ours, recorded[[0, 1, 3]], atol=LOSS)
+            for parameter in case.model.trunk_parameters():
+                parameter.requires_grad_(True)
+    norms = {name: gradient.norm() for name, gradient in _gradients(case, "grpo").items()}
+    for name, norm in norms.items():
+        case.compare.same(f"grad_norms.{name}", norm, case.compare.manifest["grad_norms"][name], rtol=GRADIENT)
 
 
 @torch.no_grad()
@@ -225,7 +266,7 @@ def _extra_trajectories(case: Case, rollout: str, schedule: Schedule) -> tuple[T
             )
         case.equal("grpo.ar_latent_all", z, forward.Z)
         predict = live.predictor(live.head_conditions(z, None))
-        path = denoise(predict, schedule, start, noise.transpose(0, 1))
+        path = states_of(denoise(predict, schedule, start, noise.transpose(0, 1)))
     final = case.pixels(path[-1])
     case.equal("grpo.mte_xs", case.pixels(path[1:]).transpose(0, 1), forward.Z)
     spread = uncertainty(_rows(final))
@@ -270,8 +311,9 @@ def ddpm_update(case: Case) -> None:
     advantage = case.compare.golden("grpo.advantages")
     for parameter in case.model.trunk_parameters():
         parameter.grad = None
-    policy, _ = _own_update(case, rollout, step, path, schedule, steps, advantage)
-    case.equal("grpo_ddpm.policy", torch.tensor([policy]), LOSS)
+    config = AlgorithmConfig.model_validate({"preset": "released", **PLAIN, "kl": {"kind": "off"}})
+    found = _own_update(case, rollout, i, path[None], schedule, steps, advantage, config)
+    case.equal("grpo_ddpm.policy", torch.tensor([-found["policy_loss"]]), LOSS)
     _gradients(case, "grpo_ddpm")
 
 
@@ -285,21 +327,28 @@ def _gradients(case: Case, part: str) -> dict[str, Tensor]:
 
 
 def _own_update(
-    case: Case, rollout: str, step: Step, path: Tensor, schedule: Schedule, steps: list[int], advantage: Tensor,
-    reference: Guided | None = None,
-) -> tuple[float, float]:  # fmt: skip
-    """(policy term, Gaussian KL) of `algorithms.loss.backward`: means over elements and transitions.
+    case: Case, rollout: str, i: int, states: Tensor, schedule: Schedule, steps: list[int], advantage: Tensor,
+    config: AlgorithmConfig, trajectories: Trajectories | None = None, reference: Guided | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Numbers of `algorithms.loss.backward` on AR step i of a rollout; the gradient is added to the model's.
 
-    The KL is measured where there is a reference, and has no part in the gradient.
+    Args:
+        states: [K, T+1, B, L, C], or those of this AR step alone.
     """
-    places, index = step.places, torch.arange(len(step.places))
-    rows = torch.stack([take(state, places) for state in path])
-    z = take(step.z.detach(), places)
-    done = step.tokens.shape[1] - places.shape[1]
-    recorded = RecordedStep(0, step.tokens, step.known, done, places, step.count, rows, z)
+    live, counts = case.guided(), case.compare.manifest["num_preds"]
+    step = Step.of(case, rollout, live, i)
+    own, earlier = (states[i], states[i - 1]) if len(states) > 1 else (states[0], None)
+    recorded = RecordedStep(
+        i, step.tokens, step.known, sum(counts[:i]), step.places, step.count,
+        Chain(take(own[-1], step.places), {j: take(state, step.places) for j, state in enumerate(own)}),
+        take(step.z.detach(), step.places), before=None if earlier is None else take(earlier[-1], step.places),
+    )  # fmt: skip
     final = case.tokens(case.compare.golden(f"{rollout}.latents")[:, :, 0])
-    config = AlgorithmConfig.model_validate({**PLAIN, "kl": 0.0})
-    scale = 1.0 / (rows[0].numel() * len(steps))
-    made = Rollout(final, [recorded], z, None)
-    parts = backward(case.guided(), reference, index, made, None, advantage, schedule, steps, config, scale)
-    return -parts.means()["policy_loss"], parts.means()["kl"]
+    pixels = case.model.config.patch**2
+    made = Rollout(final, [recorded], None, None)
+    batch = Batch.of(torch.arange(len(final)), made, trajectories, schedule, pixels, config)
+    scored = {i: steps}
+    scale = scales(
+        config, scored, kept([batch], scored), counts=counts, images=len(final), token_dim=final.shape[2]
+    )  # fmt: skip
+    return backward(live, reference, batch, advantage, scored, scale, config).means()

@@ -18,7 +18,7 @@ from mar_grpo.models.heads import time_frequencies
 from mar_grpo.models.nova import NovaTransformer, mask_schedule
 from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.models.policy import Conditioning
-from mar_grpo.rollout import Guided, SamplingConfig, denoise
+from mar_grpo.rollout import Chain, Guided, SamplingConfig, denoise
 from tests.conformance.checks import Comparison
 
 CLOSE = 1e-5  # embeddings, head, schedules, single steps, loss formula
@@ -76,6 +76,11 @@ class Bare(NovaPolicy):
 def take(values: Tensor, ids: Tensor) -> Tensor:
     """values [B, L, C] at ids [B, M] -> [B, M, C]."""
     return values.gather(1, ids[..., None].expand(-1, -1, values.shape[2]))
+
+
+def states_of(path: Chain) -> Tensor:
+    """All states, [T+1, ...]."""
+    return torch.stack([path.states[j] for j in range(len(path.states))])
 
 
 def embeddings(case: Case) -> None:
@@ -211,7 +216,9 @@ def generation(case: Case, name: str, settings: dict[str, Any]) -> None:
             at = rows[..., None].expand_as(x)
             case.equal(f"{name}.head_out_0", torch.cat([start[0].scatter(1, at, out) for out in outs]))
         predict = guided.predictor(guided.head_conditions(*(part if part is None else take(part, rows) for part in z)))
-        path = denoise(predict, schedule, take(start[i], rows), torch.stack([take(step, rows) for step in noise[i]]))
+        path = states_of(
+            denoise(predict, schedule, take(start[i], rows), torch.stack([take(step, rows) for step in noise[i]]))
+        )
         states.append(path[1:])
         new = take(path[-1], now) if all_tokens else path[-1]
         tokens = tokens.scatter(1, now[..., None].expand_as(new), new)

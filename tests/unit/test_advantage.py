@@ -12,9 +12,12 @@ from hypothesis.extra.numpy import arrays
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mar_grpo.algorithms.advantage import EPSILON, AdvantageConfig, advantages
+from mar_grpo.algorithms.advantage import EPSILON, AdvantageConfig, advantages, counted_share
 
-GROUP, BATCH, PLAIN = (AdvantageConfig(scale=scale, clip=1e6) for scale in ("group", "batch", "none"))
+GROUP, BATCH, PLAIN = (AdvantageConfig(scale=scale, clip=None) for scale in ("group", "batch", "none"))
+RLOO = AdvantageConfig(baseline="leave_one_out", scale="none", clip=None)
+SUMMED = AdvantageConfig(combine="summed", clip=None)
+EVERY = (GROUP, BATCH, PLAIN, RLOO, SUMMED, BATCH.model_copy(update={"equal_groups": "leave_out"}))
 
 
 @st.composite
@@ -42,16 +45,62 @@ def test_groups_are_centred_and_of_unit_deviation(rewards: Tensor) -> None:
 
 @given(rewards=tables(), shift=st.integers(-50, 50), factor=st.sampled_from([0.5, 2.0, 16.0]))
 def test_shift_and_scale_of_the_reward_do_not_matter(rewards: Tensor, shift: int, factor: float) -> None:
-    found = advantages({"a": rewards}, {"a": 1.0}, GROUP)
-    moved = advantages({"a": rewards * factor + shift}, {"a": 1.0}, GROUP)
-    torch.testing.assert_close(moved, found, rtol=0, atol=5e-3)  # EPSILON is absolute
-    torch.testing.assert_close(advantages({"a": -rewards}, {"a": 1.0}, GROUP), -found, rtol=0, atol=1e-5)
+    for config in (GROUP, BATCH, SUMMED, GROUP.model_copy(update={"baseline": "leave_one_out"})):
+        found = advantages({"a": rewards}, {"a": 1.0}, config)
+        moved = advantages({"a": rewards * factor + shift}, {"a": 1.0}, config)
+        torch.testing.assert_close(moved, found, rtol=0, atol=1e-2)  # EPSILON is absolute
+        torch.testing.assert_close(advantages({"a": -rewards}, {"a": 1.0}, config), -found, rtol=0, atol=1e-5)
+    for config in (PLAIN, RLOO):  # unscaled: the reward's own unit
+        found = advantages({"a": rewards}, {"a": 1.0}, config)
+        moved = advantages({"a": rewards * factor + shift}, {"a": 1.0}, config)
+        torch.testing.assert_close(moved, found * factor, rtol=1e-4, atol=1e-3)
+
+
+@given(rewards=tables(), shifts=st.lists(st.integers(-50, 50), min_size=5, max_size=5))
+def test_each_group_has_its_own_zero(rewards: Tensor, shifts: list[int]) -> None:
+    for config in EVERY:
+        moved = advantages({"a": rewards + torch.tensor(shifts[: len(rewards)])[:, None]}, {"a": 1.0}, config)
+        torch.testing.assert_close(moved, advantages({"a": rewards}, {"a": 1.0}, config), rtol=1e-4, atol=1e-3)
+
+
+@given(rewards=tables())
+def test_the_baseline_of_rloo_is_the_mean_of_the_others(rewards: Tensor) -> None:
+    found = advantages({"a": rewards}, {"a": 1.0}, RLOO)
+    for row, group in zip(found, rewards, strict=True):
+        others = [torch.cat([group[:g], group[g + 1 :]]).mean() for g in range(len(group))]
+        torch.testing.assert_close(row, group - torch.stack(others), rtol=1e-5, atol=1e-3)
+
+
+def test_components_are_summed_before_they_are_scaled() -> None:
+    """As released: the component with the larger range then has almost all of the say."""
+    rewards = {"a": torch.tensor([[0.0, 100.0, 0.0]]), "b": torch.tensor([[1.0, 0.0, 2.0]])}
+    weights = {"a": 1.0, "b": 3.0}
+    total = rewards["a"] + 3 * rewards["b"]
+    found = advantages(rewards, weights, SUMMED)
+    torch.testing.assert_close(found, advantages({"sum": total}, {"sum": 1.0}, GROUP))
+    assert found.argmax() == 1 and advantages(rewards, weights, GROUP).argmax() == 2
+    cancelling = {"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([[2.0, 1.0]])}
+    assert not advantages(cancelling, {"a": 1.0, "b": 1.0}, SUMMED).any()  # a sum that is equal says nothing
+
+
+def test_groups_of_equal_rewards_can_be_left_out() -> None:
+    """Then neither the batch's deviation nor the averages of the loss know of them."""
+    rewards = torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.25, 0.5], [7.0, 7.0]])
+    mixed = rewards[[0, 2]]
+    leave = AdvantageConfig(scale="batch", equal_groups="leave_out", clip=None)
+    found, kept = advantages({"a": rewards}, {"a": 1.0}, leave), advantages({"a": rewards}, {"a": 1.0}, BATCH)
+    torch.testing.assert_close(found[[0, 2]], advantages({"a": mixed}, {"a": 1.0}, BATCH))
+    assert torch.equal(found[[1, 3]], torch.zeros(2, 2)) and torch.equal(kept[[1, 3]], torch.zeros(2, 2))
+    torch.testing.assert_close(kept[[0, 2]], found[[0, 2]] * 2**0.5, rtol=1e-3, atol=0)  # half of the groups
+    assert counted_share(found, leave) == 0.5 and counted_share(kept, BATCH) == 1.0
+    assert counted_share(torch.zeros(3, 2), leave) == 0.0
+    assert not advantages({"a": rewards[[1, 3]]}, {"a": 1.0}, leave).any()
 
 
 @given(rewards=tables(), data=st.data())
 def test_members_are_treated_alike(rewards: Tensor, data: st.DataObject) -> None:
     order = torch.tensor(data.draw(st.permutations(range(rewards.shape[1]))))
-    for config in (GROUP, BATCH, PLAIN):
+    for config in EVERY:
         found = advantages({"a": rewards}, {"a": 1.0}, config)
         torch.testing.assert_close(
             advantages({"a": rewards[:, order]}, {"a": 1.0}, config), found[:, order], rtol=1e-5, atol=1e-4
@@ -61,7 +110,7 @@ def test_members_are_treated_alike(rewards: Tensor, data: st.DataObject) -> None
 @given(value=st.floats(-1e6, 1e6, width=32), size=st.integers(1, 9))
 def test_equal_rewards_give_exactly_nothing(value: float, size: int) -> None:
     rewards = torch.tensor([[value] * size, [*range(size - 1), 100.0]])
-    for config in (GROUP, BATCH, PLAIN):
+    for config in EVERY if size > 1 else (GROUP, BATCH, PLAIN):
         found = advantages({"a": rewards, "b": rewards}, {"a": 1.0, "b": -3.0}, config)
         assert torch.equal(found[0], torch.zeros(size))
         if size > 1:

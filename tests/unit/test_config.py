@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -21,15 +21,20 @@ data.samples_per_shard data.cache_bytes
 sampling.ar_steps sampling.diffusion_steps sampling.guidance_scale sampling.guidance_renorm sampling.guidance_schedule
 sampling.noise_level sampling.temperature sampling.batch_size
 rewards.components
-algorithm.scored_ar_steps algorithm.noisiest_diffusion_steps algorithm.scored_diffusion_steps algorithm.trained
-algorithm.scope algorithm.advantage.scale algorithm.advantage.clip algorithm.trajectories.count
-algorithm.trajectories.share algorithm.trajectories.include_rollout algorithm.selection.mode
-algorithm.selection.threshold algorithm.kl
-optimizer.kind optimizer.learning_rate optimizer.beta1 optimizer.beta2 optimizer.weight_decay optimizer.warmup_updates
-optimizer.max_grad_norm
+algorithm.preset algorithm.scored_ar_steps.count algorithm.scored_ar_steps.which algorithm.scored_ar_steps.draw
+algorithm.scored_diffusion_steps.count algorithm.scored_diffusion_steps.which algorithm.scored_diffusion_steps.draw
+algorithm.trained algorithm.scope algorithm.likelihood_guidance algorithm.deviation algorithm.variance_floor
+algorithm.reduction algorithm.per algorithm.inner_updates algorithm.clip algorithm.advantage.combine
+algorithm.advantage.baseline algorithm.advantage.scale algorithm.advantage.equal_groups algorithm.advantage.clip
+algorithm.trajectories.mode algorithm.trajectories.count algorithm.trajectories.share algorithm.trajectories.unit
+algorithm.trajectories.pick algorithm.trajectories.guidance algorithm.trajectories.include_rollout
+algorithm.selection.mode algorithm.selection.threshold algorithm.selection.unit algorithm.selection.first_ar_step
+algorithm.kl.kind algorithm.kl.coefficient algorithm.kl.reference algorithm.kl.refresh_every
+optimizer.kind optimizer.learning_rate optimizer.head_learning_rate optimizer.head_ema_decay optimizer.beta1
+optimizer.beta2 optimizer.weight_decay optimizer.warmup_updates optimizer.max_grad_norm
 training.updates training.prompts_per_update training.group_size training.micro_batch training.processes
 training.threads training.save_every training.held_out_every training.held_out_prompts training.max_relaunches
-training.health.patience training.health.compare_every
+training.health.patience training.health.compare_every training.lora.rank training.lora.alpha training.lora.targets
 evaluation.samples_per_prompt evaluation.seed
 evaluation_sampling.ar_steps evaluation_sampling.diffusion_steps evaluation_sampling.guidance_scale
 evaluation_sampling.guidance_renorm evaluation_sampling.guidance_schedule evaluation_sampling.noise_level
@@ -41,8 +46,10 @@ gate.saturated_share gate.max_unusual_share
 
 def options(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from options(field.annotation, f"{prefix}{name}.")
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        parts = [kind for kind in kinds if issubclass(kind, BaseModel)]  # also of `Part | None`
+        if parts:
+            yield from options(parts[0], f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field
 
@@ -82,9 +89,13 @@ REFUSED = {
     "optimizer.learning_rate=.nan": "optimizer.learning_rate: Input should be a finite number",
     "optimizer.learning_rate=-1": "optimizer.learning_rate: Input should be greater than 0",
     "sampling.guidance_scale=.inf": "sampling.guidance_scale: Input should be a finite number",
-    "algorithm.kl=-0.1": "algorithm.kl: Input should be greater than or equal to 0",
+    "algorithm.kl.coefficient=-0.1": "algorithm.kl.coefficient: Input should be greater than 0",
+    "algorithm.kl=0.0": "algorithm.kl: Input should be a valid dictionary",
     "algorithm.scope=some": "algorithm.scope: Input should be 'committed' or 'unknown'",
-    "algorithm.trained=head": "algorithm.trained: Input should be 'trunk' or 'condition'",
+    "algorithm.trained=vae": "algorithm.trained: Input should be 'trunk', 'condition', 'head' or 'both'",
+    "training.lora.rank=0": "training.lora.rank: Input should be greater than 0",
+    "training.lora.targets=[]": "training.lora.targets: Tuple should have at least 1 item",
+    "optimizer.head_ema_decay=1": "optimizer.head_ema_decay: Input should be less than 1",
     "name=My run": "name: String should match pattern",
     "seed=-1": "seed: Input should be greater than or equal to 0",
     "rewards.components={}": "rewards.components: at least one reward component is needed",
@@ -97,9 +108,14 @@ REFUSED = {
     "sampling.diffusion_steps=1": "sampling.diffusion_steps 1 and the policy gradient do not fit",
     "training.prompts_per_update=33": "training.prompts_per_update: 33 prompts cannot be shared evenly by 2 processes",
     "training.micro_batch=4": "training: micro_batch 4 cannot hold one group of group_size 8",
-    "algorithm.scored_ar_steps=13": "algorithm.scored_ar_steps 13 and sampling.ar_steps 12 do not fit",
-    "algorithm.scored_diffusion_steps=11": "algorithm.scored_diffusion_steps 11 and sampling.diffusion_steps 10",
-    "algorithm.noisiest_diffusion_steps=11": "algorithm.noisiest_diffusion_steps 11 and sampling.diffusion_steps 10",
+    "algorithm.scored_ar_steps.count=13": "algorithm.scored_ar_steps.count 13 and sampling.ar_steps 12 do not fit",
+    "algorithm.scored_diffusion_steps.count=11": "algorithm.scored_diffusion_steps.count 11 and sampling",
+    "algorithm.scored_ar_steps={count: 2, draw: ar_step}": "algorithm.scored_ar_steps.draw 'ar_step' means nothing",
+    "algorithm.scope=committed": "algorithm: selection.mode 'delta' and scope 'committed' do not fit",
+    "algorithm.clip=0.2": "algorithm: clip and inner_updates 1 do not fit",
+    "algorithm.kl.reference=adapter_off": "algorithm.kl.reference 'adapter_off' and training.lora null do not fit",
+    "optimizer.head_learning_rate=0.1": "optimizer.head_learning_rate and algorithm.trained 'trunk' do not fit",
+    "optimizer.head_ema_decay=0.9": "optimizer.head_ema_decay and algorithm.trained 'trunk' do not fit",
     "sampling.diffusion_steps=0": "sampling.diffusion_steps: Input should be greater than 0",
     "sampling.diffusion_steps=1.5": "sampling.diffusion_steps: Input should be a number of steps or a respacing",
     "sampling.diffusion_steps=ddim600": "sampling.diffusion_steps: no integer stride keeps 600 of 1000 steps",
@@ -124,15 +140,27 @@ def test_what_is_wrong_is_refused_by_name(override: str) -> None:
 
 def test_parts_are_judged_together() -> None:
     """Each of these is right where the other is as well."""
-    fine = ["sampling.guidance_renorm=0.5", "algorithm.trajectories.count=0"]
+    fine = ["sampling.guidance_renorm=0.5", "algorithm.scope=committed", "algorithm.selection.mode=off"]
+    fine += ["algorithm.trajectories.mode=off"]
     assert load_recipe('{"name": "a"}', fine).sampling.guidance_renorm == 0.5
     with pytest.raises(InputError, match="ties the tokens"):
         load_recipe('{"name": "a"}', [*fine, "algorithm.scope=unknown"])
-    with pytest.raises(InputError, match=r"scored_diffusion_steps 4 and algorithm\.noisiest_diffusion_steps 3"):
-        load_recipe('{"name": "a"}', ["algorithm.noisiest_diffusion_steps=3", "algorithm.scored_diffusion_steps=4"])
+    with pytest.raises(InputError, match="ties the tokens"):
+        load_recipe('{"name": "a"}', [*fine, "algorithm.trajectories.mode=per_step"])
+    lora = load_recipe('{"name": "a"}', ["training.lora={}", "algorithm.kl.reference=adapter_off"]).training.lora
+    assert lora is not None and lora.rank == 8
+    for part in ("head", "both"):
+        changes = [f"algorithm.trained={part}", "optimizer.head_learning_rate=1e-5", "optimizer.head_ema_decay=0.9"]
+        assert load_recipe('{"name": "a"}', changes)
     assert load_recipe('{"name": "a"}', ["training.prompts_per_update=33", "training.processes=3"])
     own = ['rewards.components={"my.scorers:fun": 1}', "gate.score=heatmap/strict"]
     assert load_recipe('{"name": "a"}', own).gate.score == "heatmap/strict"
+
+
+@pytest.mark.parametrize("preset", ["released", "released_harmon"])
+def test_a_preset_fits_the_default_sampling(preset: str) -> None:
+    algorithm = load_recipe('{"name": "a"}', [f"algorithm.preset={preset}"]).algorithm
+    assert algorithm.scored_ar_steps.count == 12 and algorithm.kl.kind == "mean_k3"
 
 
 def test_overrides_change_what_they_name() -> None:
@@ -151,8 +179,8 @@ def test_diffusion_steps_are_a_number_or_a_respacing() -> None:
     for given, kept, count in (("'10'", 10, 10), ("ddim5", "ddim5", 5), ("'3,4'", "3,4", 7)):
         sampling = load_recipe('{"name": "a"}', [f"sampling.diffusion_steps={given}"]).sampling
         assert (sampling.diffusion_steps, sampling.num_diffusion_steps) == (kept, count)
-    with pytest.raises(InputError, match=r"scored_diffusion_steps 6 and sampling\.diffusion_steps 5 do not fit"):
-        load_recipe('{"name": "a"}', ["sampling.diffusion_steps=ddim5", "algorithm.scored_diffusion_steps=6"])
+    with pytest.raises(InputError, match=r"scored_diffusion_steps\.count 6 and sampling\.diffusion_steps 5 do not"):
+        load_recipe('{"name": "a"}', ["sampling.diffusion_steps=ddim5", "algorithm.scored_diffusion_steps.count=6"])
 
 
 def test_the_digest_is_of_the_content() -> None:

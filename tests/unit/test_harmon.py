@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mar_grpo.algorithms.loss import AlgorithmConfig, backward
+from mar_grpo.algorithms.loss import AlgorithmConfig, backward, kept, record, scales
 from mar_grpo.errors import InputError
 from mar_grpo.models.harmon import Harmon, HarmonConfig, HarmonPolicy
 from mar_grpo.models.vae import Vae
-from mar_grpo.rollout import Guided, SamplingConfig, generate, roll_out, schedule_of
+from mar_grpo.rollout import Guided, SamplingConfig, generate, roll_out
 from tests.unit import tiny
 
 LLM: dict[str, Any] = {
@@ -82,12 +82,15 @@ def test_an_update_reaches_mar_and_nothing_else() -> None:
     assert reference.transformer.llm is policy.transformer.llm and reference.vae is policy.vae
     assert reference.transformer.mar is not policy.transformer.mar
     conditioning, index = policy.encode_prompts(PROMPTS[:2]), torch.tensor([0, 0, 1])
-    rollout = roll_out(Guided.of(policy, conditioning, SAMPLING).rows(index), KEYS, recorded=range(5))
-    schedule, config = schedule_of(policy, SAMPLING), AlgorithmConfig.model_validate({"selection": {"mode": "none"}})
+    config, steps = AlgorithmConfig.model_validate({"trajectories": {"mode": "off"}}), dict.fromkeys(range(5), range(4))
+    batch = record(Guided.of(policy, conditioning, SAMPLING).rows(index), index, KEYS, steps, config)
     live, anchor = (Guided.of(each, conditioning, SAMPLING) for each in (policy, reference))
     advantage = torch.tensor([1.0, -1.0, 0.5])
-    parts = backward(live, anchor, index, rollout, None, advantage, schedule, [0, 1, 2, 3], config, 1e-3)  # checks z
-    assert parts.kl == 0.0 and parts.elements == 3 * 16 * 4 * 4
+    counts = policy.mask_schedule(5)
+    weights = scales(config, steps, kept([batch], steps), counts=counts, images=3, token_dim=4)
+    parts = backward(live, anchor, batch, advantage, steps, weights, config)  # checks z
+    scored = sum(sum(counts[i:]) for i in range(5)) * 3 * 4 * 4
+    assert parts.means()["kl"] == 0.0 and parts.numbers()["kl_elements"] == scored
     trained = {id(parameter) for parameter in policy.trunk_parameters()}
     for name, parameter in policy.named_parameters():
         reached = parameter.grad is not None and bool(parameter.grad.any())

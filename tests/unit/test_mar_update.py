@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -9,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mar_grpo.algorithms.loss import AlgorithmConfig, backward
+from mar_grpo.algorithms import likelihood
+from mar_grpo.algorithms.loss import AlgorithmConfig, Batch, LossParts, Scales, backward, record
 from mar_grpo.algorithms.objective import gaussian_kl
-from mar_grpo.algorithms.selection import consistent
-from mar_grpo.algorithms.trajectories import Trajectories, draw_trajectories
+from mar_grpo.algorithms.trajectories import TrajectoryConfig, draw_trajectories
 from mar_grpo.diffusion.guidance import guide
 from mar_grpo.diffusion.respaced import RespacedSchedule
 from mar_grpo.errors import InputError
 from mar_grpo.models.mar import MarPolicy
 from mar_grpo.models.policy import Policy
 from mar_grpo.rollout import Guided, Rollout, SamplingConfig, draw_noise, roll_out, schedule_of
-from mar_grpo.training.trainer import trained_parameters
+from mar_grpo.training.parts import trained_parameters
 from tests.unit import tiny
 from tests.unit.toy import flat
 
@@ -30,10 +31,15 @@ SAMPLING = SamplingConfig(
 )
 
 
-def made(seed: int = 0) -> MarPolicy:
-    """Only the trunk wants gradients, as in training."""
+EVERY = dict.fromkeys(range(4), range(4))
+PLAIN: dict[str, Any] = {"selection": {"mode": "off"}, "trajectories": {"mode": "off"}, "kl": {"kind": "off"}}
+
+
+def made(seed: int = 0, trained: str = "trunk") -> MarPolicy:
+    """Only the trained part wants gradients, as in training; deviations are of the size that the schedule knows."""
     policy = tiny.mar_policy(seed).requires_grad_(False)
-    for parameter in policy.trunk_parameters():
+    policy.transformer.diffloss.net.final_layer.linear.weight[4:] *= 0.1
+    for parameter in trained_parameters(policy, trained).values():  # type: ignore[arg-type]
         parameter.requires_grad_(True)
     return policy
 
@@ -60,7 +66,7 @@ def transition(
 def test_what_is_sampled_is_what_is_scored(schedule: str) -> None:
     """The noise of each token is what lies between its states and the mean that scoring computes."""
     policy, sampling = made(), SAMPLING.model_copy(update={"guidance_schedule": schedule})
-    rollout = rolled_out(policy, sampling, recorded=range(4))
+    rollout = rolled_out(policy, sampling, recorded=EVERY)
     _, noise = draw_noise(KEYS, 16, 4, 6)
     guided = Guided.of(policy, policy.encode_prompts(PROMPTS), sampling).rows(INDEX)
     diffusion = schedule_of(policy, sampling)
@@ -72,21 +78,23 @@ def test_what_is_sampled_is_what_is_scored(schedule: str) -> None:
         assert guided.scale(step.num_known + step.num_committed) == scale
         predict = guided.predictor(guided.head_conditions(z, z_uncond), scale)
         for j in range(4):
-            mean, std = diffusion.transition(j, step.path[j], predict(step.path[j], diffusion.timestep(j)))
-            again = transition(policy, sampling, step.path[j], 4 - j, (z, z_uncond), scale)
+            before, after = step.path.pair(j)
+            mean, std = diffusion.transition(j, before, predict(before, diffusion.timestep(j)))
+            again = transition(policy, sampling, before, 4 - j, (z, z_uncond), scale)
             torch.testing.assert_close(mean, again[0])
             torch.testing.assert_close(std, again[1])
             own = noise[j + 1].gather(1, step.places[..., None].expand(-1, -1, 4))
-            torch.testing.assert_close((step.path[j + 1] - mean) / std, own, atol=1e-3, rtol=1e-3)
-        mean, std = diffusion.transition(4, step.path[4], predict(step.path[4], diffusion.timestep(4)))
+            torch.testing.assert_close((after - mean) / std, own, atol=1e-3, rtol=1e-3)
+        last = step.path.states[4]
+        mean, std = diffusion.transition(4, last, predict(last, diffusion.timestep(4)))
         assert std == 0.0
-        torch.testing.assert_close(step.path[5], mean)
+        torch.testing.assert_close(step.path.final, mean)
 
 
 def test_trajectories_are_guided_as_each_token_was() -> None:
     policy = made()
-    rollout = rolled_out(policy, SAMPLING, recorded=range(4))
-    assert rollout.scale is not None and rollout.z.shape == (3, 16, 24)
+    rollout = rolled_out(policy, SAMPLING, recorded=EVERY, keep=["z"])
+    assert rollout.scale is not None and rollout.z is not None and rollout.z.shape == (3, 16, 24)
     for step in rollout.steps:
         done = min(step.num_known + step.num_committed, 15)
         assert torch.equal(
@@ -94,90 +102,180 @@ def test_trajectories_are_guided_as_each_token_was() -> None:
         )
         torch.testing.assert_close(rollout.z.gather(1, step.places[..., None].expand(-1, -1, 24)), step.z)
     guided = Guided.of(policy, policy.encode_prompts(PROMPTS), SAMPLING).rows(INDEX)
-    config = AlgorithmConfig().trajectories
-    extra = draw_trajectories(guided, rollout, schedule_of(policy, SAMPLING), KEYS, config)
-    assert extra.paths.shape == (3, 6, 3, 16, 4) and rollout.z_unconditional is not None
+    extra = draw_trajectories(guided, rollout, KEYS, {0: range(5)}, TrajectoryConfig(share=1.0)).whole
+    assert extra is not None and rollout.z_unconditional is not None
+    before, after = (state.unflatten(1, (3, 16)) for state in extra.path.pair(4))
     z = (rollout.z, rollout.z_unconditional)
-    mean, _ = transition(policy, SAMPLING, extra.paths[:, 4], 0, z, rollout.scale)
-    torch.testing.assert_close(extra.paths[:, 5], mean)
-    assert rolled_out(policy, SAMPLING.model_copy(update={"guidance_schedule": "constant"})).scale is None
+    mean, _ = transition(policy, SAMPLING, before, 0, z, rollout.scale)
+    torch.testing.assert_close(after, mean)
+    constant = SAMPLING.model_copy(update={"guidance_schedule": "constant"})
+    assert rolled_out(policy, constant, keep=["z"]).scale is None
+
+
+def recorded(policy: MarPolicy, config: AlgorithmConfig) -> tuple[Batch, dict[int, list[int]]]:
+    """Three images; other transitions of each of two AR steps are scored."""
+    steps = {0: [0, 1, 3], 2: [0, 2, 3]}
+    guided = Guided.of(policy, policy.encode_prompts(PROMPTS), SAMPLING).rows(INDEX)
+    return record(guided, INDEX, KEYS, steps, config), steps
+
+
+def updated(
+    policy: MarPolicy, reference: MarPolicy | None, batch: Batch, steps: dict[int, list[int]], config: AlgorithmConfig
+) -> tuple[Tensor, LossParts]:
+    """Gradient of all of the transformer as one vector, by `backward`; sums are multiplied by 1 / 100."""
+    conditioning = policy.encode_prompts(PROMPTS)
+    scales = Scales(dict.fromkeys(steps, 0.01), dict.fromkeys(steps, 0.01 * config.kl.coefficient))
+    for parameter in policy.parameters():
+        parameter.grad = None
+    live = Guided.of(policy, conditioning, SAMPLING)
+    anchor = None if reference is None else Guided.of(reference, conditioning, SAMPLING)
+    parts = backward(live, anchor, batch, ADVANTAGE, steps, scales, config)
+    return flat(list(policy.transformer.parameters())), parts
+
+
+def moved(policy: MarPolicy, size: float, seed: int = 5) -> MarPolicy:
+    """Every parameter of the transformer a little elsewhere, the head's as well."""
+    other, generator = copy.deepcopy(policy), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.transformer.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+    return other
 
 
 def slow_loss(
-    policy: MarPolicy, reference: MarPolicy, rollout: Rollout, extra: Trajectories, config: AlgorithmConfig
-) -> Tensor:
-    """The loss in one expression per token and transition, for autograd."""
-    total = torch.zeros(())
-    for step in rollout.steps:
-        latents = []
-        for model in (policy, reference):
+    policy: MarPolicy,
+    old: MarPolicy,
+    reference: MarPolicy | None,
+    batch: Batch,
+    steps: dict[int, list[int]],
+    config: AlgorithmConfig,
+) -> tuple[Tensor, Tensor]:
+    """The loss in one graph for autograd, and the ratios to the policy that made the images."""
+    total, ratios = torch.zeros(()), [torch.zeros(0)]
+    for step in batch.rollout.steps:
+        latents: dict[MarPolicy, tuple[Tensor, ...]] = {}
+        for model in filter(None, (policy, old, reference)):
             conditioning = model.encode_prompts(PROMPTS)
-            cond, none = model.condition(conditioning)[INDEX], model.condition(conditioning.unconditional(3))
-            latents.append([model.ar_latents(step.tokens, step.known, row) for row in (cond, none)])
+            conditions = model.condition(conditioning)[INDEX], model.condition(conditioning.unconditional(3))
+            latents[model] = tuple(
+                model.ar_latents(step.tokens, step.known, row).gather(1, step.places[..., None].expand(-1, -1, 24))
+                for row in conditions
+            )
         scale = 1 + 2.0 * min(step.num_known + step.num_committed, 15) / 16
-        committed = torch.arange(step.places.shape[1]) < step.num_committed
-        final = rollout.tokens.gather(1, step.places[..., None].expand(-1, -1, 4))
-        keep = consistent(step.path[-1], step.before, final, committed, config.selection)
-        for b in range(3):
-            for m, place in enumerate(step.places[b].tolist()):
-                z, z_start = (tuple(part[b, place] for part in pair) for pair in latents)
-                paths = [(step.path[:, b, m], 1.0)]
-                if extra.uncertain[b, place]:
-                    paths = [(paths[0][0], 1 / 3)] + [(path[:, b, place], 1 / 3) for path in extra.paths]
-                for j in range(4):
-                    for number, (path, weight) in enumerate(paths):
-                        mean, std = transition(policy, SAMPLING, path[j], 4 - j, z, scale)
-                        density = torch.distributions.Normal(mean, std).log_prob(path[j + 1])
-                        ratio = (density - density.detach()).exp().sum()
-                        total = total - ratio * weight * ADVANTAGE[b] * keep[b, m]
-                        if number == 0:
-                            start, start_std = transition(reference, SAMPLING, path[j], 4 - j, z_start, scale)
-                            ours, theirs = (
-                                torch.distributions.Normal(mean, std),
-                                torch.distributions.Normal(start, start_std),
-                            )
-                            total = total + config.kl * torch.distributions.kl_divergence(ours, theirs).sum()
-    return total / 100
+        scale = scale if config.likelihood_guidance == "sampler" else 1.0
+        extra = None
+        if batch.trajectories is not None and config.trajectories.mode != "drop_topk":
+            extra = batch.trajectories.at(step)
+        signal = 0.01 * ADVANTAGE[:, None, None] * batch.keep[step.index]
+        for j in steps[step.index]:
+
+            def law(model: MarPolicy, x: Tensor, j: int = j, scale: Any = scale, latents: Any = latents) -> Any:
+                return transition(model, SAMPLING, x, 4 - j, latents[model], scale)
+
+            own, own_after = step.path.pair(j)
+            paths = [(own, own_after, torch.ones_like(own[..., :1]))]
+            if extra is not None:
+                shares = config.trajectories.count + config.trajectories.include_rollout
+                uncertain = extra.uncertain.float()
+                paths = [(own, own_after, 1 - uncertain * (1 - config.trajectories.include_rollout / shares))]
+                paths += [
+                    (*(state[s][extra.row] for state in extra.path.pair(j)), uncertain / shares)
+                    for s in range(config.trajectories.count)
+                ]
+            for x, after, share in paths:
+                densities = []
+                for model in (policy, old):
+                    mean, std = law(model, x)
+                    if config.deviation == "recorded":
+                        std = law(old, own)[1].detach()
+                    variance = torch.maximum(std**2, torch.tensor(config.variance_floor))
+                    densities.append(-0.5 * (after - mean) ** 2 / variance - std.log())
+                ratio = (densities[0] - densities[1].detach()).exp()
+                value = signal * share * ratio
+                if config.clip is not None:
+                    value = torch.minimum(value, signal * share * ratio.clamp(1 - config.clip, 1 + config.clip))
+                total = total - value.sum()
+                ratios.append(ratio[(signal * share).expand_as(ratio) != 0])
+            if reference is not None:
+                (mean, std), (start, start_std) = law(policy, own), law(reference, own)
+                if config.deviation == "recorded":
+                    std = start_std = law(old, own)[1].detach()
+                ours, theirs = torch.distributions.Normal(mean, std), torch.distributions.Normal(start, start_std)
+                value = torch.distributions.kl_divergence(ours, theirs)
+                if config.kl.kind == "mean_k3":
+                    value = (start - mean).exp() - (start - mean) - 1
+                elif config.kl.kind == "k3":
+                    shift = theirs.log_prob(own_after) - ours.log_prob(own_after)
+                    value = shift.exp() - shift - 1
+                total = total + 0.01 * config.kl.coefficient * value.sum()
+    return total, torch.cat(ratios).detach()
 
 
-@pytest.mark.parametrize("scope", ["committed", "unknown"])
-def test_the_gradient_is_that_of_the_loss(scope: str) -> None:
-    policy = made()
-    config = AlgorithmConfig.model_validate({"scope": scope, "kl": 0.5, "trajectories": {"count": 2, "share": 0.4}})
-    rollout = rolled_out(policy, SAMPLING, recorded=[0, 2], scope=scope, keep_before=True)
-    conditioning, diffusion = policy.encode_prompts(PROMPTS), schedule_of(policy, SAMPLING)
-    guided = Guided.of(policy, conditioning, SAMPLING)
-    extra = draw_trajectories(guided.rows(INDEX), rollout, diffusion, KEYS, config.trajectories)
-    reference = made().requires_grad_(False)
-    generator = torch.Generator().manual_seed(5)
-    for parameter in reference.trunk_parameters():
-        parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    parts = backward(
-        guided, Guided.of(reference, conditioning, SAMPLING), INDEX, rollout, extra, ADVANTAGE, diffusion, [0, 1, 2, 3],
-        config, 1 / 100,
-    )  # fmt: skip
-    found = flat(policy.trunk_parameters())
-    for parameter in policy.trunk_parameters():
+MTE: dict[str, Any] = {"mode": "composite", "count": 2, "share": 0.4}
+CASES: dict[str, dict[str, Any]] = {
+    "committed": {"scope": "committed", "selection": {"mode": "off"}},
+    "unknown": {},
+    "per step": {"trajectories": MTE | {"mode": "per_step"}},
+    "per step, unguided": {"trajectories": MTE | {"mode": "per_step", "guidance": "none", "include_rollout": False}},
+    "dropped": {"trajectories": MTE | {"mode": "drop_topk"}},
+    "recorded": {"deviation": "recorded"},
+    "recorded, floor": {"deviation": "recorded", "variance_floor": 0.02, "trajectories": {"mode": "off"}},
+    "floor, unguided": {"variance_floor": 0.02, "likelihood_guidance": "none"},
+    "released": {
+        "preset": "released_harmon", "scored_ar_steps": {"count": None}, "scored_diffusion_steps": {"count": None},
+    },
+}  # fmt: skip
+
+
+SOME = [("unknown", "first", "head"), ("unknown", "second", "trunk"), ("recorded", "second", "head")]
+
+
+@pytest.mark.parametrize(
+    ("case", "inner", "trained"),
+    [(case, *rest) for case in CASES for rest in (("first", "trunk"), ("second, clipped", "both"))] + SOME,
+)
+def test_the_gradient_is_that_of_the_loss(case: str, inner: str, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every part, with a learned deviation; the second inner update's is that of the surrogate."""
+    monkeypatch.setattr(likelihood, "ROWS", 7)
+    changes: dict[str, Any] = {"trajectories": MTE, "kl": {"coefficient": 0.5}} | CASES[case]
+    if inner != "first":
+        changes |= {"inner_updates": 2, "clip": 0.1 if "clipped" in inner else None}
+    config = AlgorithmConfig.model_validate(changes)
+    old = made(trained=trained)
+    batch, steps = recorded(old, config)
+    policy, reference = old, moved(old, 0.02).requires_grad_(False)
+    if inner != "first":
+        first = updated(old, reference, batch, steps, config)[1].means()  # stores what the second one compares with
+        assert "ratio" not in first
+        policy = moved(old, 0.0003, seed=6)
+    found, parts = updated(policy, reference, batch, steps, config)
+    reached = {
+        name for name, value in policy.transformer.named_parameters() if value.grad is not None and value.grad.any()
+    }
+    for parameter in policy.parameters():
         parameter.grad = None
-    loss = slow_loss(policy, reference, rollout, extra, config)
+    loss, ratios = slow_loss(policy, copy.deepcopy(old), reference, batch, steps, config)
     loss.backward()
-    expected = flat(policy.trunk_parameters())
-    assert expected.abs().max() > 1e-2
-    torch.testing.assert_close(found, expected, atol=1e-4 * expected.abs().max().item(), rtol=1e-3)
-    assert parts.policy - config.kl * parts.kl == pytest.approx(-100 * loss.item(), rel=1e-4)
-    for trained in (policy.transformer.class_emb.weight, policy.transformer.fake_latent):
-        assert trained.grad is not None and trained.grad.any()
-    assert all(parameter.grad is None for parameter in policy.head_parameters())
+    expected = flat(list(policy.transformer.parameters()))
+    largest = expected.abs().max().item()
+    assert largest > 1e-2
+    torch.testing.assert_close(found, expected, atol=2e-4 * largest, rtol=2e-3)
+    sums = parts.numbers()
+    assert -sums["policy"] + 0.01 * config.kl.coefficient * sums["kl"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-4)
+    if inner != "first":
+        assert parts.means()["ratio"] == pytest.approx(ratios.mean().item(), rel=1e-3) and ratios.std() > 0.03
+    assert any("diffloss" in name for name in reached) == (trained != "trunk")
+    assert ("class_emb.weight" in reached) == (trained != "head")
+    assert ("fake_latent" in reached) == (trained != "head" and config.likelihood_guidance == "sampler")
 
 
 def test_a_frozen_condition_gets_no_gradient_and_needs_none() -> None:
     policy = made()
     for parameter in policy.condition_parameters():
         parameter.requires_grad_(False)
-    rollout = rolled_out(policy, SAMPLING, recorded=[1])
-    config = AlgorithmConfig.model_validate({"trajectories": {"count": 0}, "selection": {"mode": "none"}})
-    live = Guided.of(policy, policy.encode_prompts(PROMPTS), SAMPLING)
-    backward(live, None, INDEX, rollout, None, ADVANTAGE, schedule_of(policy, SAMPLING), [0, 2], config, 1.0)
+    config = AlgorithmConfig.model_validate(PLAIN)
+    batch, steps = recorded(policy, config)
+    updated(policy, None, batch, steps, config)
     assert policy.transformer.fake_latent.grad is None
     gradient = policy.transformer.z_proj.weight.grad
     assert gradient is not None and gradient.any()
@@ -196,12 +294,12 @@ def test_the_trained_part_is_found_by_name() -> None:
 def test_weights_of_16_bits_meet_float32_arithmetic() -> None:
     policy = made()
     policy.transformer.to(torch.bfloat16)
-    rollout = rolled_out(policy, SAMPLING, recorded=[0, 3])
-    assert rollout.tokens.dtype == rollout.steps[0].path.dtype == torch.float32
-    assert rollout.steps[0].z.dtype == torch.bfloat16
-    config = AlgorithmConfig.model_validate({"trajectories": {"count": 0}, "selection": {"mode": "none"}})
-    live = Guided.of(policy, policy.encode_prompts(PROMPTS), SAMPLING)
-    backward(live, None, INDEX, rollout, None, ADVANTAGE, schedule_of(policy, SAMPLING), [0, 2], config, 1.0)
+    config = AlgorithmConfig.model_validate({"trajectories": MTE})
+    batch, steps = recorded(policy, config)
+    first = batch.rollout.steps[0]
+    assert batch.rollout.tokens.dtype == first.path.final.dtype == first.path.states[0].dtype == torch.float32
+    assert first.z.dtype == torch.bfloat16
+    updated(policy, policy.frozen_copy(), batch, steps, config)
     gradient = policy.transformer.mask_token.grad
     assert gradient is not None and gradient.dtype == torch.bfloat16 and gradient.isfinite().all() and gradient.any()
 

@@ -18,7 +18,9 @@ from mar_grpo.models.policy import Policy
 from mar_grpo.rollout import SamplingConfig, draw_noise
 from tests.unit import toy
 
-PLAIN = AlgorithmConfig.model_validate({"trajectories": {"count": 0}, "selection": {"mode": "none"}, "kl": 0.0})
+PLAIN = AlgorithmConfig.model_validate(
+    {"scope": "committed", "trajectories": {"mode": "off"}, "selection": {"mode": "off"}, "kl": {"kind": "off"}}
+)
 
 DDPM = {
     "_class_name": "DDPMScheduler",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -49,6 +50,11 @@ def rolled(
     return roll_out(guided, KEYS[rows], **options)  # type: ignore[arg-type]
 
 
+def every(ar_steps: Iterable[int], transitions: Sequence[int] = range(4)) -> dict[int, Sequence[int]]:
+    """The same transitions of each AR step."""
+    return dict.fromkeys(ar_steps, transitions)
+
+
 @pytest.mark.parametrize("name", GOLDEN)
 def test_schedule_equals_the_recorded_one(name: str) -> None:
     length, steps = (int(part.split("=")[1]) for part in name.split(","))
@@ -65,15 +71,16 @@ def test_schedule_commits_every_token_once(length: int, data: st.DataObject) -> 
 @pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["plain", "guided"])
 def test_an_image_depends_on_prompt_and_key_only(scheduler: dict[str, object], sampling: SamplingConfig) -> None:
     policy = toy.policy(scheduler=scheduler)
-    whole = rolled(policy, sampling)
+    whole = rolled(policy, sampling, keep=["z"])
     for row in range(len(KEYS)):
         alone = rolled(policy, sampling, slice(row, row + 1))
         torch.testing.assert_close(alone.tokens[0], whole.tokens[row], rtol=0, atol=1e-4)
     scopes: list[Scope] = ["committed", "unknown"]
     for scope in scopes:
         for recorded in ([], [2], [0, 3, 4]):
-            again = rolled(policy, sampling, recorded=recorded, scope=scope, keep_before=True)
+            again = rolled(policy, sampling, recorded=every(recorded), scope=scope, keep=["before", "z"])
             torch.testing.assert_close(again.tokens, whole.tokens, rtol=0, atol=1e-4)
+            assert again.z is not None and whole.z is not None
             torch.testing.assert_close(again.z, whole.z, rtol=0, atol=1e-4)
             assert [step.index for step in again.steps] == recorded
     other = Guided.of(policy, policy.encode_prompts(PROMPTS[::-1]), sampling)
@@ -86,7 +93,8 @@ def test_an_image_depends_on_prompt_and_key_only(scheduler: dict[str, object], s
 @pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["plain", "guided"])
 def test_what_is_recorded_is_what_happened(policy: Policy, scope: Scope, sampling: SamplingConfig) -> None:
     counts = policy.mask_schedule(sampling.ar_steps)
-    result = rolled(policy, sampling, recorded=range(len(counts)), scope=scope, keep_before=True)
+    result = rolled(policy, sampling, recorded=every(range(len(counts))), scope=scope, keep=["z"])
+    assert result.z is not None
     order, noise = draw_noise(KEYS, policy.num_tokens, policy.token_dim, sampling.diffusion_steps + 1)
     cond = policy.condition(policy.encode_prompts(PROMPTS))
     schedule = policy.schedule(sampling.diffusion_steps)
@@ -99,19 +107,19 @@ def test_what_is_recorded_is_what_happened(policy: Policy, scope: Scope, samplin
         end = policy.num_tokens if scope == "unknown" else done + count
         assert torch.equal(step.places, order[:, done:end])
         final = result.tokens.gather(1, step.places[..., None].expand(-1, -1, policy.token_dim))
-        assert torch.equal(step.path[-1][:, :count], final[:, :count])
+        assert torch.equal(step.path.final[:, :count], final[:, :count])
         if scope == "unknown" and end > done + count:
-            assert (step.path[-1][:, count:] - final[:, count:]).abs().min(dim=2).values.max() > 0
-            assert not torch.equal(step.path[0][:, count:], at(noise[0], step.places)[:, count:])
-        assert torch.equal(step.path[0][:, :count], at(noise[0], step.places)[:, :count])
+            assert (step.path.final[:, count:] - final[:, count:]).abs().min(dim=2).values.max() > 0
+            assert not torch.equal(step.path.states[0][:, count:], at(noise[0], step.places)[:, count:])
+        assert torch.equal(step.path.states[0][:, :count], at(noise[0], step.places)[:, :count])
         z = policy.ar_latents(step.tokens, step.known, cond)
         torch.testing.assert_close(at(z, step.places), step.z, rtol=0, atol=1e-5)
         torch.testing.assert_close(at(result.z, step.places)[:, :count], step.z[:, :count], rtol=0, atol=0)
-        deterministic = schedule.num_steps - 1
-        mean, _ = schedule.transition(
-            deterministic, step.path[-2], guided_head(policy, sampling, step.path[-2], deterministic, result, step)
-        )
-        torch.testing.assert_close(mean[:, :count], step.path[-1][:, :count], rtol=0, atol=1e-4)
+        for j in range(schedule.num_steps):  # the noise of every transition is what lies between state and mean
+            before, after = step.path.pair(j)
+            mean, std = schedule.transition(j, before, guided_head(policy, sampling, before, j, result, step))
+            own = mean + std * at(noise[j + 1], step.places)
+            torch.testing.assert_close(after[:, :count], own[:, :count], rtol=0, atol=1e-4)
         canvas, known = canvas.clone(), known.clone()
         canvas.scatter_(1, step.places[:, :count, None].expand(-1, -1, policy.token_dim), final[:, :count])
         known.scatter_(1, step.places[:, :count], True)
@@ -137,24 +145,27 @@ def at(values: Tensor, places: Tensor) -> Tensor:
 
 def test_what_is_thrown_away_has_noise_of_its_own(policy: Policy) -> None:
     """No number of it is one of the image's, or of another AR step's: streams that overlap share a thousand."""
-    steps = rolled(policy, recorded=range(5), scope="unknown").steps
+    steps = rolled(policy, recorded=every(range(5)), scope="unknown").steps
     _, noise = draw_noise(KEYS, policy.num_tokens, policy.token_dim, SAMPLING.diffusion_steps + 1)
-    streams = [noise.flatten().tolist(), *(step.path[0][:, step.num_committed :].flatten().tolist() for step in steps)]
+    streams = [
+        noise.flatten().tolist(),
+        *(step.path.states[0][:, step.num_committed :].flatten().tolist() for step in steps),
+    ]
     for first, second in combinations(streams, 2):
         assert len(set(first) & set(second)) < 10
 
 
 def test_tokens_before_are_those_of_the_step_before(policy: Policy) -> None:
-    everything = rolled(policy, recorded=range(5), scope="unknown", keep_before=True).steps
+    everything = rolled(policy, recorded=every(range(5)), scope="unknown", keep=["before"]).steps
     assert everything[0].before is None
     for earlier, now in pairwise(everything):
         assert now.before is not None
-        assert torch.equal(now.before, earlier.path[-1][:, earlier.num_committed :])
-    (alone,) = rolled(policy, recorded=[3], scope="unknown", keep_before=True).steps
+        assert torch.equal(now.before, earlier.path.final[:, earlier.num_committed :])
+    (alone,) = rolled(policy, recorded={3: [0]}, scope="unknown", keep=["before"]).steps
     assert alone.before is not None and everything[3].before is not None
     torch.testing.assert_close(alone.before, everything[3].before, rtol=0, atol=1e-4)
-    assert rolled(policy, recorded=[3], scope="unknown").steps[0].before is None
-    assert rolled(policy, recorded=[3], keep_before=True).steps[0].before is None
+    assert rolled(policy, recorded={3: [0]}, scope="unknown").steps[0].before is None
+    assert rolled(policy, recorded={3: [0]}, keep=["before"]).steps[0].before is None
 
 
 def test_guidance_is_one_function(policy: Policy) -> None:
@@ -174,15 +185,53 @@ def test_guidance_is_one_function(policy: Policy) -> None:
         assert (guided.uncond is None) == (scale == 1.0)
 
 
-def test_denoising_keeps_every_state(policy: Policy) -> None:
-    schedule = policy.schedule(3)
+def test_denoising_keeps_the_states_that_are_asked_for(policy: Policy) -> None:
+    schedule = policy.schedule(4)
     generator = torch.Generator().manual_seed(0)
-    start, noise = torch.randn(2, 4, generator=generator), torch.randn(3, 2, 4, generator=generator)
-    path = denoise(lambda x, t: x * t / 1000, schedule, start, noise)
-    assert path.shape == (4, 2, 4) and torch.equal(path[0], start)
-    for j in range(3):
-        mean, std = schedule.transition(j, path[j], path[j] * schedule.timestep(j) / 1000)
-        torch.testing.assert_close(path[j + 1], mean + std * noise[j])
+    start, noise = torch.randn(2, 4, generator=generator), torch.randn(4, 2, 4, generator=generator)
+
+    def predict(x: Tensor, t: Tensor) -> Tensor:
+        return x * t / 1000
+
+    whole = denoise(predict, schedule, start, noise)
+    assert sorted(whole.states) == [0, 1, 2, 3, 4] and torch.equal(whole.states[0], start)
+    assert torch.equal(whole.final, whole.states[4]) and whole.std == {}
+    for j in range(4):
+        before, after = whole.pair(j)
+        mean, std = schedule.transition(j, before, predict(before, schedule.timestep(j)))
+        torch.testing.assert_close(after, mean + std * noise[j])
+    for scored, kept in (([], []), ([0], [0, 1]), ([1, 2], [1, 2, 3]), ([0, 3], [0, 1, 3, 4])):
+        some = denoise(predict, schedule, start, noise, scored=scored, keep_std=True)
+        assert sorted(some.states) == kept and sorted(some.std) == scored
+        assert all(torch.equal(state, whole.states[j]) for j, state in some.states.items())
+        assert torch.equal(some.final, whole.final)
+        assert all(std == schedule.std[j] for j, std in some.std.items())
+
+
+def test_only_what_the_update_reads_is_stored(policy: Policy) -> None:
+    """States around the scored transitions, those of each AR step its own; nothing else without being asked."""
+    result = rolled(policy, GUIDED, recorded={1: [0, 2], 4: [1]}, scope="unknown")
+    assert [(step.index, sorted(step.path.states)) for step in result.steps] == [(1, [0, 1, 2, 3]), (4, [1, 2])]
+    assert all(step.path.std == {} and step.before is None and step.z_unconditional is None for step in result.steps)
+    assert result.z is None and result.z_unconditional is None and result.scale is None
+    everything = rolled(policy, GUIDED, recorded=every(range(5)), scope="unknown", keep=["unconditional", "std", "z"])
+    assert everything.z_unconditional is not None
+    for step in result.steps:
+        other = everything.steps[step.index]
+        for j, state in step.path.states.items():
+            torch.testing.assert_close(state, other.path.states[j], rtol=0, atol=1e-4)
+        assert sorted(other.path.std) == [0, 1, 2, 3] and other.z_unconditional is not None
+        composite = at(everything.z_unconditional, other.places)[:, : other.num_committed]
+        assert torch.equal(other.z_unconditional[:, : other.num_committed], composite)
+    assert rolled(policy, recorded={1: [0]}, keep=["unconditional"]).steps[0].z_unconditional is None  # not guided
+
+
+def test_given_noise_is_used_instead_of_the_keys(policy: Policy) -> None:
+    whole, reverse = rolled(policy), KEYS[::-1]
+    guided = Guided.of(policy, policy.encode_prompts(PROMPTS), SAMPLING)
+    drawn = draw_noise(KEYS, policy.num_tokens, policy.token_dim, SAMPLING.diffusion_steps + 1)  # type: ignore[operator]
+    assert torch.equal(roll_out(guided, reverse, drawn=drawn).tokens, whole.tokens)
+    assert not torch.equal(roll_out(guided, reverse).tokens, whole.tokens)
 
 
 def test_generating_in_batches_changes_nothing(policy: Policy) -> None:

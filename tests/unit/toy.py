@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mar_grpo.algorithms.loss import AlgorithmConfig, LossParts, backward
-from mar_grpo.algorithms.trajectories import Trajectories, draw_trajectories
+from mar_grpo.algorithms.loss import AlgorithmConfig, Batch, LossParts, Scales, backward, record
+from mar_grpo.algorithms.trajectories import draw_trajectories
 from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.models.policy import Policy
 from mar_grpo.rollout import Guided, Rollout, SamplingConfig, roll_out, schedule_of
@@ -37,19 +37,46 @@ def few_tokens(count: int) -> dict[str, Any]:
     return {"image_size": [8, 8 * count], "image_base_size": [1, count]}
 
 
+OFF: dict[str, Any] = {
+    "scope": "committed", "trajectories": {"mode": "off"}, "selection": {"mode": "off"}, "kl": {"kind": "off"},
+}  # fmt: skip
+
+
+def configured(**changes: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate({**OFF, **changes})
+
+
+def moved(start: Policy, size: float = 0.02) -> Policy:
+    """Another policy: the same with every trunk parameter a little elsewhere."""
+    other = policy()
+    other.load_state_dict(start.state_dict())
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in other.trunk_parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+    return other.requires_grad_(False)
+
+
 @dataclass
 class Update:
-    """One micro-batch, rolled out and ready to be scored."""
+    """One micro-batch, rolled out and ready to be scored; sums over its elements are multiplied by `scale`."""
 
     policy: Policy
     sampling: SamplingConfig
     config: AlgorithmConfig
-    index: Tensor
-    rollout: Rollout
-    trajectories: Trajectories | None
+    batch: Batch
     schedule: Schedule
-    diffusion_steps: list[int]
+    steps: dict[int, list[int]]
     scale: float
+    before: dict[int, Tensor | None]  # of each scored AR step: its tokens one AR step earlier
+
+    @property
+    def index(self) -> Tensor:
+        return self.batch.index
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.batch.rollout
 
     def gradient(self, advantage: Tensor, reference: Policy | None = None) -> tuple[Tensor, LossParts]:
         """All gradients of the trunk as one vector, by `loss.backward`."""
@@ -59,13 +86,12 @@ class Update:
             with torch.no_grad():
                 anchor = Guided.of(reference, conditioning, self.sampling)
         parameters = self.policy.trunk_parameters()
-        for parameter in parameters:
+        for parameter in self.policy.parameters():
             parameter.grad = None
         live = Guided.of(self.policy, conditioning, self.sampling)
-        parts = backward(
-            live, anchor, self.index, self.rollout, self.trajectories, advantage, self.schedule, self.diffusion_steps,
-            self.config, self.scale,
-        )  # fmt: skip
+        coefficient = self.config.kl.coefficient
+        scales = Scales(dict.fromkeys(self.steps, self.scale), dict.fromkeys(self.steps, coefficient * self.scale))
+        parts = backward(live, anchor, self.batch, advantage, self.steps, scales, self.config)
         return flat(parameters), parts
 
 
@@ -84,14 +110,16 @@ def update(
     schedule = schedule_of(made, sampling)
     rows = torch.tensor(index)
     guided = Guided.of(made, made.encode_prompts(PROMPTS), sampling).rows(rows)
-    steps = range(len(made.mask_schedule(sampling.ar_steps))) if ar_steps is None else ar_steps
-    rollout = roll_out(guided, keys, recorded=steps, scope=config.scope, keep_before=config.selection.mode == "delta")
-    trajectories = None
-    if config.trajectories.count:
-        trajectories = draw_trajectories(guided, rollout, schedule, trajectory_keys or keys, config.trajectories)
     noisy = [j for j in range(schedule.num_steps) if schedule.stochastic(j)]
     scored = noisy if diffusion_steps is None else list(diffusion_steps)
-    return Update(made, sampling, config, rows, rollout, trajectories, schedule, scored, 1.0 / len(keys))
+    steps = dict.fromkeys(range(len(made.mask_schedule(sampling.ar_steps))) if ar_steps is None else ar_steps, scored)
+    batch = record(guided, rows, keys, steps, config)
+    if trajectory_keys is not None:
+        whole = roll_out(guided, keys, keep=["z"])
+        batch.trajectories = draw_trajectories(guided, whole, trajectory_keys, steps, config.trajectories)
+    again = roll_out(guided, keys, recorded=steps, scope=config.scope, keep=["before"]).steps
+    before = {step.index: step.before if config.selection.mode == "delta" else None for step in again}
+    return Update(made, sampling, config, batch, schedule, steps, 1.0 / len(keys), before)
 
 
 def flat(parameters: Sequence[Tensor]) -> Tensor:

@@ -6,19 +6,25 @@ RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m tests.unit.toy_run
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from mar_grpo.config import Recipe, load_recipe
 from mar_grpo.data.prompts import validated
 from mar_grpo.data.shards import Sample, write_shards
 from mar_grpo.documents import DocumentRef, TrainingRun, read_document, write_document
 from mar_grpo.errors import MarGrpoError
-from mar_grpo.models.checkpoint import publish_checkpoint, save_policy
+from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy, publish_checkpoint, save_policy
+from mar_grpo.models.policy import Policy
 from mar_grpo.store import Store
 from mar_grpo.training.trainer import train
 from tests.unit import toy
@@ -28,7 +34,9 @@ RECIPE: dict[str, Any] = {
     "name": "toy",
     "sampling": {"ar_steps": 3, "diffusion_steps": 3},
     "rewards": {"components": {"tests.unit.toy_run:brightness": 1.0, "tests.unit.toy_run:redness": 0.5}},
-    "algorithm": {"trajectories": {"count": 2}, "kl": 0.05},
+    "algorithm": {
+        "scope": "committed", "selection": {"mode": "off"}, "trajectories": {"count": 2}, "kl": {"coefficient": 0.05},
+    },
     "optimizer": {"kind": "sgd", "learning_rate": 0.05, "warmup_updates": 2},
     "training": {
         "updates": 4, "prompts_per_update": 4, "group_size": 3, "micro_batch": 6, "processes": 1, "save_every": 2,
@@ -58,14 +66,29 @@ def broken_for_dogs(images: np.ndarray, records: Sequence[Any]) -> np.ndarray:
     return np.array([np.nan if record["prompt"] == "a dog" else 1.0 for record in records])
 
 
-def prepare(folder: Path) -> None:
-    """Publish the checkpoint and the prompts in a file store."""
+def same_for_dogs(images: np.ndarray, records: Sequence[Any]) -> np.ndarray:
+    """`brightness`, but one number for all pictures of one prompt."""
+    return np.where([record["prompt"] == "a dog" for record in records], 0.5, brightness(images, records))
+
+
+def speaking(policy: Policy) -> Policy:
+    """Layers that training starts at zero are filled, so that the head says something."""
+    generator = torch.Generator().manual_seed(1000)
+    for parameter in policy.transformer.parameters():
+        if not parameter.any():
+            parameter.data.normal_(0.0, 0.3, generator=generator)
+    return policy
+
+
+def prepare(folder: Path, policy: Policy | None = None, asked: Sequence[str] = PROMPTS) -> None:
+    """Publish a checkpoint and prompts in a file store."""
     store = Store(folder / "store")
     store.make_root()
-    checkpoint = publish_checkpoint(save_policy(toy.policy(), folder / "policy"), store, "checkpoint", step=0)
+    start = save_policy(policy or toy.policy(), folder / "policy")
+    checkpoint = publish_checkpoint(start, store, "checkpoint", step=0)
     samples = [
         Sample(key=f"{number:04d}", record=validated({"prompt": prompt, "tag": "toy", "include": []}, where="toy"))
-        for number, prompt in enumerate(PROMPTS)
+        for number, prompt in enumerate(asked)
     ]
     prompts = write_document(
         store, "prompts.json",
@@ -93,6 +116,45 @@ def run(folder: Path, prefix: str, *overrides: str, **options: Any) -> tuple[Tra
         **{"held_out": None, "report": rows.append} | options,
     )
     return (read_document(reference, TrainingRun) if reference else None), rows
+
+
+def finished(folder: Path, prefix: str, *overrides: str, **options: Any) -> tuple[TrainingRun, list[dict[str, Any]]]:
+    document, rows = run(folder, prefix, *overrides, **options)
+    assert document is not None
+    return document, rows
+
+
+def spawn(folder: Path, prefix: str, *overrides: str) -> list[tuple[int, str]]:
+    """Two processes as torchrun would start them; exit code and stderr of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.unit.toy_run", str(folder), prefix, *overrides]
+    ranks = [
+        subprocess.Popen(
+            command, env=os.environ | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    return [(rank.wait(timeout=120), (rank.communicate()[1] or "")) for rank in ranks]
+
+
+def parameters(folder: Path, run: TrainingRun) -> dict[str, Tensor]:
+    """The trained network, as it was published."""
+    assert run.checkpoint is not None
+    policy = load_policy(fetch_checkpoint(run.checkpoint, folder / "cache"))
+    return dict(policy.transformer.named_parameters())
+
+
+def without_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def stored_rows(folder: Path, prefix: str) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run."""
+    return [json.loads(line) for line in Store(folder / "store").read_bytes(f"{prefix}/metrics.jsonl").splitlines()]
 
 
 if __name__ == "__main__":

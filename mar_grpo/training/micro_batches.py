@@ -1,0 +1,122 @@
+"""The images of an update in parts that fit in memory: made and scored, then walked through for the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mar_grpo.algorithms.loss import Batch, LossParts, Scales, Steps, backward, record
+from mar_grpo.data.prompts import PromptRecord
+from mar_grpo.errors import UnhealthyError
+from mar_grpo.models.policy import Policy
+from mar_grpo.rewards.mix import RewardMix
+from mar_grpo.rollout import Guided
+
+if TYPE_CHECKING:
+    from mar_grpo.config import Recipe
+
+Scores = dict[str, np.ndarray]
+
+
+@dataclass
+class MicroBatch:
+    """Images of one process that are rolled out together: whole groups, and component -> reward of each image [B]."""
+
+    records: Sequence[PromptRecord]
+    batch: Batch
+    rewards: Scores
+
+
+@torch.no_grad()
+def make_images(
+    recipe: Recipe,
+    policy: Policy,
+    records: Sequence[PromptRecord],
+    keys: Sequence[int],
+    steps: Steps,
+    rewards: RewardMix,
+) -> list[MicroBatch]:
+    """A group of images of each prompt, recorded for the update and scored.
+
+    Where the policy is on a GPU, images are scored while the next ones are made.
+
+    Args:
+        keys: noise key of each image, the first `group_size` are the first prompt's.
+
+    Raises:
+        UnhealthyError: a reward is not finite; names prompt, place in the group, and component.
+    """
+    size = recipe.training.group_size
+    prompts_at_once = recipe.training.micro_batch // size
+    waiting: list[tuple[Sequence[PromptRecord], Batch, Callable[[], Scores]]] = []
+    with _beside(policy.device) as worker:
+        for start in range(0, len(records), prompts_at_once):
+            some = records[start : start + prompts_at_once]
+            index = torch.arange(len(some), device=policy.device).repeat_interleave(size)
+            guided = Guided.of(policy, policy.encode_prompts([r.prompt for r in some]), recipe.sampling).rows(index)
+            batch = record(guided, index, keys[start * size :][: len(index)], steps, recipe.algorithm)
+            images = policy.decode(batch.rollout.tokens).cpu()
+            asked = [r.as_dict() for r in some for _ in range(size)]
+            scores = partial(_scores, rewards, images, asked, some)
+            waiting.append((some, batch, worker.submit(scores).result if worker else scores))
+        return [MicroBatch(some, batch, scored()) for some, batch, scored in waiting]
+
+
+def gradient(
+    recipe: Recipe,
+    policy: Policy,
+    reference: Policy | None,
+    batches: Sequence[MicroBatch],
+    advantage: Tensor,
+    steps: Steps,
+    scales: Scales,
+) -> LossParts:
+    """Add the gradient of the loss to whatever of the policy requires one.
+
+    Args:
+        advantage: of each image, in the order of the micro-batches.
+        scales: of the whole update.
+
+    Raises:
+        UnhealthyError: see `backward`.
+    """
+    parts = LossParts()
+    sizes = [len(each.batch.index) for each in batches]
+    for each, part in zip(batches, advantage.to(policy.device).split(sizes), strict=True):
+        conditioning = policy.encode_prompts([r.prompt for r in each.records])
+        anchor = None
+        if reference is not None:
+            with torch.no_grad():
+                anchor = Guided.of(reference, conditioning, recipe.sampling)
+        live = Guided.of(policy, conditioning, recipe.sampling)
+        parts.merge(backward(live, anchor, each.batch, part, steps, scales, recipe.algorithm))
+    return parts
+
+
+def _beside(device: torch.device) -> AbstractContextManager[ThreadPoolExecutor | None]:
+    """A thread that scores, where the policy leaves the CPU to it."""
+    return ThreadPoolExecutor(1) if device.type == "cuda" else nullcontext()
+
+
+def _scores(
+    rewards: RewardMix, images: Tensor, asked: Sequence[dict[str, object]], records: Sequence[PromptRecord]
+) -> Scores:
+    scores = rewards.compute(images, asked)
+    size = len(asked) // len(records)
+    for name, values in scores.items():
+        for bad in np.flatnonzero(~np.isfinite(values))[:1]:
+            prompt = records[bad // size]
+            raise UnhealthyError(
+                f"the reward {name!r} is {values[bad]}",
+                where=f"prompt {prompt.prompt_id} {prompt.prompt[:80]!r}, image {bad % size} of its group",
+                hint="the scorer must return a finite number for every image",
+            )
+    return scores
