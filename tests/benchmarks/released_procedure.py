@@ -181,7 +181,7 @@ def update(
 
 
 def _mean(policy: Policy, schedule: Schedule, j: Tensor, states: Tensor, z: Tensor) -> Tensor:
-    """Means of transitions j [k] of states [k, s, B, L, C] under z [B, L, D], each with a row of the condition of its own."""
+    """Means of transitions j [k] of states [k, s, B, L, C] under z [B, L, D]; every state has its own row of it."""
     condition = policy.head_condition(z)
     rows = condition.expand(*states.shape[:2], *condition.shape).contiguous()
     prediction = policy.head_conditioned(states, schedule.timestep(j)[:, None, None, None], rows)

@@ -4,11 +4,11 @@ Both make the same images of one prompt from the same noise and arrive at the sa
 is `released_procedure`; ours is `algorithms.loss` with the preset `released`; the models are those of `update_models`.
 For rollout, rewards, update and the step: seconds (medians of runs that take turns), operations (torch's
 FlopCounterMode, attention included), and peak memory (bytes of live tensors above weights, gradients and reference,
-which are the same for both; what the rollout stored counts in the update).
+which are the same for both; what the rollout stored counts in the update). Then what no order of the work avoids
+(`update_operations`), and our operations a second over those of a plain 1024 x 1024 matrix product in the same run.
 
-The steps that are drawn decide how many tokens are unknown, so the draw is the one of 200 that is nearest to the mean.
-The last column of the rate is over a plain 1024 x 1024 matrix product in the same run. The JSON holds the larger size
-that ran. Each takes one to three minutes; nothing else should run meanwhile.
+Which steps are drawn decides how many tokens are unknown, so the draw is the one of 200 that is nearest to the mean.
+The JSON holds the largest size of a family that ran. All of it takes about six minutes on a core of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ from torch import Tensor
 
 from mar_grpo.algorithms import loss
 from mar_grpo.algorithms.advantage import advantages
+from mar_grpo.algorithms.config import AlgorithmConfig
 from mar_grpo.algorithms.loss import Steps
 from mar_grpo.algorithms.steps import choose_steps
+from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.models.policy import Policy
 from mar_grpo.rollout import Guided, noise_key, schedule_of
-from tests.benchmarks import released_procedure
+from tests.benchmarks import released_procedure, update_table
 from tests.benchmarks.update_meters import Cost, counted, matmul_rate, timed
-from tests.benchmarks.update_models import PUBLISHED, SIZES, Size, reference_of
+from tests.benchmarks.update_models import SIZES, Size, reference_of
+from tests.benchmarks.update_operations import Plan
 
 PROMPT = "a photo of two red apples"
 PHASES = ("rollout", "rewards", "update")
@@ -94,11 +98,14 @@ def redness(images: Tensor) -> Tensor:
     return (images[..., 0].double() - images[..., 2].double()).mean((1, 2))
 
 
-def typical_steps(policy: Policy, size: Size) -> Steps:
-    """The draw of scored steps, of 200, whose numbers of tokens are nearest to the mean."""
-    schedule, counts = schedule_of(policy, size.sampling), policy.mask_schedule(size.sampling.ar_steps)
+def typical_steps(counts: Sequence[int], schedule: Schedule, config: AlgorithmConfig) -> Steps:
+    """The draw of scored steps, of 200, whose numbers of tokens are nearest to the mean.
+
+    Args:
+        counts: tokens that each AR step commits.
+    """
     unknown = [sum(counts[i:]) for i in range(len(counts))]
-    config, found = size.algorithm, list[tuple[Steps, Tensor]]()
+    found = list[tuple[Steps, Tensor]]()
     for update in range(200):
         steps = choose_steps(
             config.scored_ar_steps, config.scored_diffusion_steps, seed=0, update=update, num_ar_steps=len(counts),
@@ -108,6 +115,16 @@ def typical_steps(policy: Policy, size: Size) -> Steps:
         found.append((steps, torch.tensor([sum(unknown[i] for i in some) for some in (steps, wide)]).double()))
     mean = torch.stack([numbers for _, numbers in found]).mean(0)
     return min(found, key=lambda one: float(((one[1] - mean) / mean).abs().max()))[0]
+
+
+def plan_of(size: Size, counts: Sequence[int], steps: Steps, averaged: float) -> Plan:
+    """What `update_operations` has to know."""
+    config = size.algorithm
+    return Plan(
+        counts, steps, size.sampling.num_diffusion_steps, size.group, config.trajectories.count, averaged,
+        everywhere=size.family == "nova", guided=config.trajectories.guidance == "sampler",
+        first=config.selection.first_ar_step,
+    )  # fmt: skip
 
 
 def clear(policy: Policy) -> None:
@@ -129,8 +146,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
         yield from tensors(list(vars(value).values()))
 
 
-def count(way: Released) -> tuple[dict[str, Cost], dict[str, Tensor]]:
-    """What each phase costs, and the gradient."""
+def count(way: Released) -> tuple[dict[str, Cost], dict[str, Tensor], Any]:
+    """What each phase costs, the gradient, and what the rollout recorded."""
     policies = [way.policy, way.reference]
     clear(way.policy)
     costs: dict[str, Cost] = {}
@@ -139,7 +156,7 @@ def count(way: Released) -> tuple[dict[str, Cost], dict[str, Tensor]]:
     held = list(tensors(recorded))
     _, costs["update"] = counted(lambda: way.update(recorded, advantage), policies, held)
     gradient = {name: value.grad for name, value in way.policy.named_parameters() if value.grad is not None}
-    return costs, gradient
+    return costs, gradient, recorded
 
 
 def run(way: Released) -> dict[str, float]:
@@ -157,14 +174,38 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
     return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in theirs)
 
 
-def measure(size: Size, repeats: int) -> dict[str, Any]:
-    """All of one size's numbers; printed on the way."""
+def averaged_share(batch: loss.Batch) -> float:
+    """Share of the unknown tokens of scored AR steps that trajectories stand for."""
+    assert batch.trajectories is not None
+    steps = batch.rollout.steps
+    chosen = [(batch.keep[step.index] & batch.trajectories.at(step).uncertain).any(-1) for step in steps]
+    return sum(int(part.sum()) for part in chosen) / sum(part.numel() for part in chosen)
+
+
+@dataclass
+class Measured:
+    """One size: costs and gradients of both ways, seconds of each repeat, rates of a matrix product beside them."""
+
+    size: Size
+    policy: Policy
+    plan: Plan
+    costs: dict[str, dict[str, Cost]]
+    difference: float
+    seconds: dict[str, dict[str, float]]
+    rate: float
+
+
+def measure(size: Size, repeats: int) -> Measured:
+    """Count once, then time; the two ways take turns."""
     policy = size.make()
-    steps, reference = typical_steps(policy, size), reference_of(policy)
+    counts = policy.mask_schedule(size.sampling.ar_steps)
+    steps = typical_steps(counts, schedule_of(policy, size.sampling), size.algorithm)
+    reference = reference_of(policy)
     ways = {"released": Released(size, policy, reference, steps), "ours": Ours(size, policy, reference, steps)}
-    costs, gradients = {}, {}
+    costs, gradients, share = {}, {}, 0.0
     for name, way in ways.items():
-        costs[name], gradients[name] = count(way)
+        costs[name], gradients[name], recorded = count(way)
+        share = averaged_share(recorded) if isinstance(recorded, loss.Batch) else share
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     rates = [matmul_rate()]
     for _ in range(repeats):
@@ -175,60 +216,25 @@ def measure(size: Size, repeats: int) -> dict[str, Any]:
         name: {phase: statistics.median(row[phase] for row in rows) for phase in PHASES}
         for name, rows in seconds.items()
     }
-    rate = statistics.median(rates)
-    return show(size, policy, steps, costs, medians, rate, largest_difference(gradients["ours"], gradients["released"]))
+    plan, difference = plan_of(size, counts, steps, share), largest_difference(gradients["ours"], gradients["released"])
+    return Measured(size, policy, plan, costs, difference, medians, statistics.median(rates))
 
 
-def show(
-    size: Size,
-    policy: Policy,
-    steps: Steps,
-    costs: dict[str, dict[str, Cost]],
-    seconds: dict[str, dict[str, float]],
-    rate: float,
-    difference: float,
-) -> dict[str, Any]:
-    counts = policy.mask_schedule(size.sampling.ar_steps)
-    unknown = [sum(counts[i:]) / policy.num_tokens for i in range(len(counts))]
-    weights = sum(value.numel() for value in policy.transformer.parameters()) / 1e6
-    print(f"\n{size.name}: {weights:.1f} million parameters, {policy.num_tokens} tokens, {size.group} images, ")
-    print(
-        f"  {len(steps)} of {len(counts)} AR steps and {len(next(iter(steps.values())))} of "
-        f"{size.sampling.num_diffusion_steps} transitions scored, {size.algorithm.trajectories.count} trajectories; "
-        f"unknown tokens {sum(unknown) / len(unknown):.2f}, in scored steps "
-        f"{sum(unknown[i] for i in steps) / len(steps):.2f}"
-    )
-    published = PUBLISHED[size.family]
-    print("  " + "; ".join(f"{name} {value:.3f} (published {published[name]:.3f})" for name, value in
-                           size.proportions.items()))  # fmt: skip
-    print(f"  {'':10}{'seconds':>24}{'operations, 1e9':>30}{'peak, MB':>24}")
-    print(f"  {'':10}" + f"{'released':>9}{'ours':>8}{'ratio':>7}" + f"{'released':>14}{'ours':>9}{'ratio':>7}"
-          + f"{'released':>9}{'ours':>8}{'ratio':>7}")  # fmt: skip
-    sums = {name: sum(part.values()) for name, part in seconds.items()}
-    whole = {name: sum(part.operations for part in parts.values()) for name, parts in costs.items()}
-    peak = {name: max(part.peak_bytes for part in parts.values()) for name, parts in costs.items()}
-    for phase in (*PHASES, "step"):
-        time = [sums[name] if phase == "step" else seconds[name][phase] for name in ("released", "ours")]
-        work = [whole[name] if phase == "step" else costs[name][phase].operations for name in ("released", "ours")]
-        held = [peak[name] if phase == "step" else costs[name][phase].peak_bytes for name in ("released", "ours")]
-        print(f"  {phase:10}{time[0]:>9.2f}{time[1]:>8.2f}{time[1] / time[0]:>7.2f}"
-              f"{work[0] / 1e9:>14.1f}{work[1] / 1e9:>9.1f}{work[1] / max(1, work[0]):>7.3f}"
-              f"{held[0] / 1e6:>9.0f}{held[1] / 1e6:>8.0f}{held[1] / held[0]:>7.3f}")  # fmt: skip
-    heads = [costs[name]["rollout"].head_operations for name in ("released", "ours")]
-    print(f"  of the rollout the head: {heads[0] / 1e9:.1f} and {heads[1] / 1e9:.1f}, ratio {heads[1] / heads[0]:.3f}")
-    found = {
-        "size": size.name,
+def summary(found: Measured) -> dict[str, Any]:
+    """The numbers of the JSON."""
+    whole = {name: sum(part.operations for part in parts.values()) for name, parts in found.costs.items()}
+    seconds = {name: sum(parts.values()) for name, parts in found.seconds.items()}
+    heads = {name: parts["rollout"].head_operations for name, parts in found.costs.items()}
+    peaks = {name: parts["update"].peak_bytes for name, parts in found.costs.items()}
+    return {
+        "size": found.size.name,
         "operations_ratio": whole["ours"] / whole["released"],
-        "rollout_head_operations_ratio": heads[1] / heads[0],
-        "seconds_ratio": sums["ours"] / sums["released"],
-        "update_memory_ratio": costs["ours"]["update"].peak_bytes / costs["released"]["update"].peak_bytes,
-        "gradient_max_relative_difference": difference,
-        "matmul_rate_fraction": whole["ours"] / sums["ours"] / rate,
+        "rollout_head_operations_ratio": heads["ours"] / heads["released"],
+        "seconds_ratio": seconds["ours"] / seconds["released"],
+        "update_memory_ratio": peaks["ours"] / peaks["released"],
+        "gradient_max_relative_difference": found.difference,
+        "matmul_rate_fraction": whole["ours"] / seconds["ours"] / found.rate,
     }
-    print(f"  gradients differ by at most {difference:.1e}; ours runs at {whole['ours'] / sums['ours'] / 1e9:.1f}e9 "
-          f"operations a second, {found['matmul_rate_fraction']:.0%} of the matrix product's {rate / 1e9:.1f}e9",
-          flush=True)  # fmt: skip
-    return found
 
 
 def main() -> int:
@@ -236,16 +242,18 @@ def main() -> int:
     parser.add_argument("--size", choices=("small", "large", "both"), default="both")
     parser.add_argument("--family", choices=("nova", "harmon", "both"), default="both")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1, help="1, as training gives each process")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)  # as training does
-    found = {
-        family: [measure(size, options.repeats) for name, size in sizes.items() if options.size in (name, "both")][-1]
-        for family, sizes in SIZES.items()
-        if options.family in (family, "both")
-    }
+    found = {}
+    for family, sizes in SIZES.items():
+        for name, size in sizes.items():
+            if options.family in (family, "both") and options.size in (name, "both"):
+                measured = measure(size, options.repeats)
+                found[family] = summary(measured)
+                print(update_table.render(measured, found[family]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0

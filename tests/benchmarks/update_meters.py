@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from mar_grpo.models.policy import Policy
@@ -44,7 +43,10 @@ class Cost:
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages that operations made inside and that are still alive: now, and at the peak."""
+    """Bytes of the storages that operations made inside and that are still alive: now, and at the peak.
+
+    What an operation reads and nobody has seen is from before (weights) and does not count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,10 +54,11 @@ class Live(TorchDispatchMode):
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors(args):
+            self._seen.add(tensor.untyped_storage())
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.hold(tensor)
+        for tensor in _tensors((out,)):
+            self.hold(tensor)
         return out
 
     def hold(self, tensor: Tensor) -> None:
@@ -73,6 +76,15 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among values and lists of values."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
 def counted(work: Callable[[], Any], policies: Sequence[Policy], held: Sequence[Tensor] = ()) -> tuple[Any, Cost]:
     """Run something and count.
 
@@ -80,29 +92,25 @@ def counted(work: Callable[[], Any], policies: Sequence[Policy], held: Sequence[
         policies: whose heads are told apart.
         held: tensors from before that count as long as they live (what a rollout stored).
     """
-    cost = Cost()
-    with Live() as live, _counter() as whole, _heads(policies, cost):
+    cost, counter = Cost(), FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
+    with Live() as live, counter, _heads(policies, counter, cost):
         for tensor in held:
             live.hold(tensor)
         live.peak = live.now
         result = work()
-    cost.operations, cost.peak_bytes = whole.get_total_flops(), live.peak
+    cost.operations, cost.peak_bytes = counter.get_total_flops(), live.peak
     return result, cost
 
 
-def _counter() -> FlopCounterMode:
-    return FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
-
-
 @contextmanager
-def _heads(policies: Sequence[Policy], cost: Cost) -> Iterator[None]:
+def _heads(policies: Sequence[Policy], counter: FlopCounterMode, cost: Cost) -> Iterator[None]:
     """Adds the operations of the heads' forward passes to a cost."""
 
     def measured(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*args: Any) -> Tensor:
-            with _counter() as counter:
-                out = plain(*args)
-            cost.head_operations += counter.get_total_flops()
+            before = counter.get_total_flops()
+            out = plain(*args)
+            cost.head_operations += counter.get_total_flops() - before
             return out
 
         return call
@@ -123,7 +131,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return work(), time.perf_counter() - start
 
 
-def matmul_rate(side: int = 1024, seconds: float = 0.5) -> float:
+def matmul_rate(side: int = 1024, seconds: float = 0.3) -> float:
     """Operations a second of a plain float32 product of two square matrices."""
     left, right = (torch.randn(side, side, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     count, end = 0, time.perf_counter() + seconds
