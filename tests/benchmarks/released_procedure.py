@@ -1,9 +1,9 @@
 """MAR-GRPO's step as the authors' code does it, waste and all: what `tests.benchmarks.update` measures ours against.
 
-Written to be read, after `the reference` (arXiv 2604.06966 and its released code as described in our notes); defects
-that the golden data correct are corrected here too, so that both make the same images and the same gradient: the
-condition is the BOS tokens' alone, an AR step's mask is the one before it, no dropout, transitions without variance are
-not scored. The cost is the released one:
+A plain, slow version of the method (arXiv 2604.06966) in the released order of work. Defects that the golden data
+correct are corrected here too, so that both make the same images and the same gradient: the condition is the BOS
+tokens' alone, an AR step's mask is the one before it, no dropout, transitions without variance are not scored. The cost
+is the released one:
 
 - rollout: z of every token at every AR step, with and without the prompt; the head on ALL tokens at every AR step
   (NOVA), or at every AR step that is scored, precedes a scored one or is the last (Harmon), and on committed tokens

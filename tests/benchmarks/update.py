@@ -8,7 +8,7 @@ which are the same for both; what the rollout stored counts in the update). Then
 (`update_operations`), and our operations a second over those of a plain 1024 x 1024 matrix product in the same run.
 
 Which steps are drawn decides how many tokens are unknown, so the draw is the one of 200 that is nearest to the mean.
-The JSON holds the largest size of a family that ran. All of it takes about six minutes on a core of its own.
+The JSON holds the largest size of a family that ran. All of it takes six to eight minutes on a core of its own.
 """
 
 from __future__ import annotations
