@@ -141,7 +141,14 @@ def ablate(
         from mar_grpo.ablation.run import ablate_here
 
         work = work.resolve()
-        options = [recipe, "--seeds", seeds, *(["--arms", arms] if arms else [])]
+        options = [
+            recipe,
+            "--seeds",
+            seeds,
+            *(["--arms", arms] if arms else []),
+            "--gradient-batches",
+            str(gradient_batches),
+        ]
         options += [part for override in set_ or [] for part in ("--set", override)]
         text = shlex.join(["mar-grpo", "ablate", *options])
         print(
