@@ -23,9 +23,6 @@ from tests.unit import tiny, tiny_mar, toy
 PROMPTS = {"nova": toy.PROMPTS, "mar": ("3", "goldfish"), "harmon": ("a red apple", "a dog")}
 INDEX, KEYS = torch.tensor([0, 0, 1, 1]), [21, 22, 23, 24]
 ADVANTAGE = torch.tensor([1.0, -1.5, 0.25, 2.0])
-OFF: dict[str, Any] = {
-    "scope": "committed", "trajectories": {"mode": "off"}, "selection": {"mode": "off"}, "kl": {"kind": "off"},
-}  # fmt: skip
 MTE: dict[str, Any] = {"trajectories": {"count": 2, "share": 0.4}, "kl": {"kind": "off"}}
 
 
@@ -43,14 +40,7 @@ def made(family: str) -> Policy:
     if family == "nova":
         return toy.policy()
     policy: Policy = tiny.mar_policy() if family == "mar" else tiny_mar.harmon()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in policy.image_network.parameters():
-        if not parameter.any():
-            parameter.data.normal_(0.0, 0.1, generator=generator)
-    policy.requires_grad_(False)
-    for parameter in policy.trunk_parameters():
-        parameter.requires_grad_(True)
-    return policy
+    return toy.trainable(policy, policy.image_network, 1, 0.1)
 
 
 def guided(policy: Policy, family: str, **changes: Any) -> Guided:
@@ -122,7 +112,7 @@ def test_the_score_without_guidance_is_that_of_another_policy() -> None:
         sum(p.numel() for p in policy.trunk_parameters()), 12, generator=torch.Generator().manual_seed(9)
     )
     for guidance in ("sampler", "none"):
-        config = configured(**OFF, likelihood_guidance=guidance)
+        config = configured(**toy.OFF, likelihood_guidance=guidance)
         rows = []
         for number in range(24):
             keys = list(range(number * 48, number * 48 + 48))
@@ -136,7 +126,7 @@ def test_the_score_without_guidance_is_that_of_another_policy() -> None:
 
 
 @pytest.mark.parametrize("family", ["nova", "mar"])
-@pytest.mark.parametrize("changes", [OFF, MTE], ids=["plain", "MTE"])
+@pytest.mark.parametrize("changes", [toy.OFF, MTE], ids=["plain", "MTE"])
 def test_the_first_inner_update_is_reinforce_s(family: str, changes: dict[str, Any]) -> None:
     policy = made(family)
     once, twice = configured(**changes), configured(**changes, inner_updates=2, clip=0.2)
@@ -156,7 +146,7 @@ def test_the_second_inner_update_is_that_of_the_surrogate(clip: float | None, tr
     parameters = list(trained_parameters(policy, trained).values())  # type: ignore[arg-type]
     for parameter in parameters:
         parameter.requires_grad_(True)
-    config = configured(**OFF, inner_updates=2, clip=clip)
+    config = configured(**toy.OFF, inner_updates=2, clip=clip)
     batch = recorded(policy, "nova", config)
     gradient(policy, "nova", batch, ADVANTAGE, config)
     old = policy.frozen_copy()
@@ -377,7 +367,7 @@ def test_chunks_change_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("changes", "kept_parts"),
     [
-        (OFF, set()),
+        (toy.OFF, set()),
         ({"trajectories": {"mode": "per_step"}}, {"before", "z_unconditional"}),
         ({"trajectories": {"mode": "composite"}}, {"before"}),
         ({"deviation": "recorded", "trajectories": {"mode": "off"}}, {"before", "std"}),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mar_grpo.algorithms.loss import AlgorithmConfig, Batch, LossParts, Scales, backward, record
 from mar_grpo.algorithms.trajectories import draw_trajectories
@@ -20,12 +20,17 @@ PROMPTS = ("a photo of two red apples", "a dog")
 
 
 def policy(seed: int = 0, **changes: dict[str, Any]) -> Policy:
-    """`tiny.policy` whose zero-initialised layers are filled; only the trunk wants gradients, as in training."""
+    """`tiny.policy` whose untrained head says something."""
     made = tiny.policy(seed, **changes)
-    generator = torch.Generator().manual_seed(seed + 1000)
-    for parameter in made.transformer.parameters():
+    return trainable(made, made.transformer, seed + 1000, 0.3)
+
+
+def trainable(made: Policy, network: nn.Module, seed: int, size: float) -> Policy:
+    """Fill the zero-initialised layers of `network`; only the trunk wants gradients, as in training."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in network.parameters():
         if not parameter.any():
-            parameter.data.normal_(0.0, 0.3, generator=generator)
+            parameter.data.normal_(0.0, size, generator=generator)
     made.requires_grad_(False)
     for parameter in made.trunk_parameters():
         parameter.requires_grad_(True)
