@@ -136,33 +136,45 @@ class Rollout:
 
 
 class Guided:
-    """Trunk and head of a policy under guidance: one place for sampling and for scoring."""
+    """Trunk and head of a policy under guidance: one place for sampling and for scoring.
+
+    Valid until the policy's weights change: it remembers what the head makes of a diffusion step.
+    """
 
     def __init__(self, policy: Policy, cond: Tensor, uncond: Tensor | None, sampling: SamplingConfig) -> None:
         self.policy, self.cond, self.uncond, self.sampling = policy, cond, uncond, sampling
+        self._times: dict[tuple[Tensor, bool], Tensor] = {}
+
+    def _same(self, cond: Tensor, uncond: Tensor | None) -> Guided:
+        """The same policy under another condition."""
+        other = Guided(self.policy, cond, uncond, self.sampling)
+        other._times = self._times
+        return other
 
     @classmethod
-    def of(cls, policy: Policy, conditioning: Conditioning, sampling: SamplingConfig) -> Guided:
+    def of(
+        cls, policy: Policy, conditioning: Conditioning, sampling: SamplingConfig, *, unguided: bool = False
+    ) -> Guided:
         """Condition tokens of the prompts, [P, N, F], and of no prompt, [1, N', F], where guidance needs them."""
         uncond = None
-        if sampling.guidance_scale != 1.0:
+        if sampling.guidance_scale != 1.0 and not unguided:
             uncond = policy.condition(conditioning.unconditional(1))
         return cls(policy, policy.condition(conditioning), uncond, sampling)
 
     def rows(self, index: Tensor) -> Guided:
         """The same for images that share prompts: image b has prompt index[b]."""
         uncond = None if self.uncond is None else self.uncond.expand(len(index), -1, -1)
-        return Guided(self.policy, self.cond[index], uncond, self.sampling)
+        return self._same(self.cond[index], uncond)
 
     def unguided(self) -> Guided:
         """The conditional branch alone."""
-        return Guided(self.policy, self.cond, None, self.sampling)
+        return self._same(self.cond, None)
 
     def leaves(self) -> Guided:
         """The same values cut off from the graph, collecting gradient (where there is any) for `backward_through`."""
         cond = self.cond.detach().requires_grad_(self.cond.requires_grad)
         uncond = self.uncond if self.uncond is None else self.uncond.detach().requires_grad_(self.uncond.requires_grad)
-        return Guided(self.policy, cond, uncond, self.sampling)
+        return self._same(cond, uncond)
 
     def backward_through(self, leaves: Guided) -> None:
         """Send the gradient that `leaves` collected on to the parameters behind the condition."""
@@ -196,6 +208,16 @@ class Guided:
         """What the head needs of z, once for all transitions: [conditional] or [conditional, unconditional]."""
         return [self.policy.head_condition(part) for part in (z, z_uncond) if part is not None]
 
+    def time(self, t: Tensor) -> Tensor:
+        """What the head makes of t, once for each tensor (a schedule has one for each step)."""
+        key = (t, torch.is_grad_enabled())
+        if (found := self._times.get(key)) is not None:
+            return found
+        found = self.policy.head_time(t)
+        if not found.requires_grad:  # a graph serves one backward pass
+            self._times[key] = found
+        return found
+
     def predictor(self, conditions: Sequence[Tensor], scale: float | Tensor | None = None) -> Predict:
         """A function (x_t [..., B, M, C], t) -> guided prediction [..., B, M, P]; guidance is here and nowhere else.
 
@@ -205,10 +227,12 @@ class Guided:
         policy, renorm = self.policy, self.sampling.guidance_renorm
         scale = self.sampling.guidance_scale if scale is None else scale
         if len(conditions) == 1:
-            return lambda x_t, t: policy.head_conditioned(x_t, t, conditions[0])
+            return lambda x_t, t: policy.head_conditioned(x_t, self.time(t), conditions[0])
+        both = torch.stack(list(conditions))
 
         def guided(x_t: Tensor, t: Tensor) -> Tensor:
-            cond, uncond = (policy.head_conditioned(x_t, t, condition) for condition in conditions)
+            trajectories = (1,) * (x_t.dim() + 1 - both.dim())
+            cond, uncond = policy.head_conditioned(x_t, self.time(t), both.view(2, *trajectories, *both.shape[1:]))
             channels = x_t.shape[-1]
             if renorm >= 1.0:
                 return guide(cond, uncond, scale, channels=channels)
@@ -258,6 +282,7 @@ def roll_out(
     recorded: Mapping[int, Collection[int]] | None = None,
     scope: Scope = "committed",
     keep: Collection[Kept] = (),
+    first_before: int = 1,
     drawn: tuple[Tensor, Tensor] | None = None,
 ) -> Rollout:
     """Generate one image per key.
@@ -270,6 +295,7 @@ def roll_out(
         keep: also `before`, what unknown tokens looked like one AR step earlier (delta consistency); `z`, z at
             commitment (composite trajectories); `std`, deviations of the recorded transitions; `unconditional`, z of
             recorded steps without the prompt.
+        first_before: the first AR step that reads `before`.
         drawn: orders and noise instead of those that `draw_noise` makes of the keys.
 
     Raises:
@@ -293,7 +319,7 @@ def roll_out(
     before: Tensor | None = None
     num_known = 0
     for index, count in enumerate(counts):
-        ahead = "before" in keep and index + 1 in recorded
+        ahead = "before" in keep and index + 1 in recorded and index + 1 >= first_before
         wide = scope == "unknown" and (index in recorded or ahead)
         places = order[:, num_known:] if wide else order[:, num_known : num_known + count]
         z, z_uncond = guided.latents(tokens, known, num_known, places)

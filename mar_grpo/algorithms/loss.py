@@ -86,7 +86,10 @@ def record(
         needs.append("unconditional")
     if config.deviation == "recorded":
         needs.append("std")
-    rollout = roll_out(guided, keys, recorded=steps, scope=config.scope, keep=needs, drawn=drawn)
+    rollout = roll_out(
+        guided, keys, recorded=steps, scope=config.scope, keep=needs,
+        first_before=config.selection.first_ar_step, drawn=drawn,
+    )  # fmt: skip
     trajectories = None
     if mode != "off":
         trajectories = draw_trajectories(guided, rollout, keys, steps, config.trajectories)

@@ -36,6 +36,7 @@ class Schedule(ABC):
     def __init__(self, timesteps: Tensor, std: list[float]) -> None:
         self.num_steps = len(timesteps)
         self.timesteps = timesteps.float()
+        self._steps = self.timesteps.unbind()
         self.std = std
         self._std = torch.tensor(std, dtype=torch.float32)
 
@@ -52,11 +53,12 @@ class Schedule(ABC):
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
+        self._steps = self.timesteps.unbind()
         return self
 
     def timestep(self, j: int | Tensor) -> Tensor:
-        """t of step j: 0-dim float32, or shaped like an index tensor."""
-        return self.timesteps[j]
+        """t of step j: 0-dim float32, the same object every time, or shaped like an index tensor."""
+        return self._steps[j] if isinstance(j, int) else self.timesteps[j]
 
     def stochastic(self, j: int) -> bool:
         """Whether step j has a density. Deterministic steps must not be scored."""

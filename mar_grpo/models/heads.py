@@ -91,12 +91,16 @@ class DiffusionHead(nn.Module):
         """z [..., D] -> [..., W]. The same for every diffusion step: compute it once per AR step."""
         return self.time_cond_embed.condition_proj(z)
 
-    def forward(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
-        """x_t [..., C], t broadcastable to the leading axes (0..1000 scale), condition [..., W] -> [..., C].
+    def time(self, t: Tensor) -> Tensor:
+        """t [...] on the 0..1000 scale -> [..., W]. The same for every token: compute it once per diffusion step."""
+        return self.time_cond_embed.timestep_proj(time_frequencies(t))
+
+    def forward(self, x_t: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        """x_t [..., C], time broadcastable to its leading axes and W, condition [..., W] -> [..., C].
 
         The result has the dtype of the weights; guidance and transitions go on in float32.
         """
-        activated = F.silu(condition + self.time_cond_embed.timestep_proj(time_frequencies(t)))
+        activated = F.silu(condition + time)
         h = self.patch_embed(x_t)
         for block in self.blocks:
             h = block(h, activated)

@@ -292,9 +292,13 @@ class Mar(nn.Module):
         """z [..., Dd] -> [..., W], the part of the head that does not depend on the diffusion step."""
         return self.diffloss.net.condition(z)
 
-    def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
-        """Prediction [..., 2 C] = [eps | v] of noisy tokens x_t [..., C] at the original timestep t (0..999)."""
-        return self.diffloss.net(x_t, t, condition)
+    def head_time(self, t: Tensor) -> Tensor:
+        """Original timestep t [...] (0..999) -> [..., W], the part of the head that depends on it only."""
+        return self.diffloss.net.time(t)
+
+    def head_conditioned(self, x_t: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        """Prediction [..., 2 C] = [eps | v] of noisy tokens x_t [..., C]."""
+        return self.diffloss.net(x_t, time, condition)
 
     def head_parameters(self) -> list[nn.Parameter]:
         return list(self.diffloss.parameters())

@@ -75,12 +75,16 @@ class MarHead(nn.Module):
         """z [..., D] -> [..., W]. The same for every diffusion step: compute it once per AR step."""
         return self.cond_embed(z.to(self.cond_embed.weight.dtype))
 
-    def forward(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
-        """x_t [..., C], t broadcastable to the leading axes (0..999), condition [..., W] -> [..., 2 C].
+    def time(self, t: Tensor) -> Tensor:
+        """t [...] (0..999) -> [..., W]. The same for every token: compute it once per diffusion step."""
+        return self.time_embed(t)
+
+    def forward(self, x_t: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        """x_t [..., C], time broadcastable to its leading axes and W, condition [..., W] -> [..., 2 C].
 
         The result has the dtype of the weights; guidance and transitions go on in float32.
         """
-        activated = F.silu(condition + self.time_embed(t))  # the SiLU of every adaLN_modulation, once
+        activated = F.silu(condition + time)  # the SiLU of every adaLN_modulation, once
         h = self.input_proj(x_t.to(self.input_proj.weight.dtype))
         for block in self.res_blocks:
             h = block(h, activated)

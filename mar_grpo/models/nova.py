@@ -313,9 +313,13 @@ class NovaTransformer(nn.Module):
         """z [..., D] -> [..., W], the part of the head that does not depend on the diffusion step."""
         return self.image_decoder.condition(z)
 
-    def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
-        """`head` with `head_condition(z)` computed beforehand."""
-        return self.image_decoder(x_t, t, condition)
+    def head_time(self, t: Tensor) -> Tensor:
+        """t [...] (0..1000 scale) -> [..., W], the part of the head that depends on the diffusion step only."""
+        return self.image_decoder.time(t)
+
+    def head_conditioned(self, x_t: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        """`head` with `head_time(t)` and `head_condition(z)` computed beforehand."""
+        return self.image_decoder(x_t, time, condition)
 
     def head(self, x_t: Tensor, t: Tensor, z: Tensor) -> Tensor:
         """Prediction [..., C] for noisy tokens x_t [..., C] under z [..., D].
@@ -323,7 +327,7 @@ class NovaTransformer(nn.Module):
         Rows are tokens, any subset. `t` (0..1000 scale) is 0-dim or broadcastable to the leading axes; leading axes of
         x_t and z broadcast, e.g. x_t [S, N, C] with z [N, D] for S trajectories.
         """
-        return self.image_decoder(x_t, t, self.image_decoder.condition(z))
+        return self.image_decoder(x_t, self.image_decoder.time(t), self.image_decoder.condition(z))
 
     def head_parameters(self) -> list[nn.Parameter]:
         return list(self.image_decoder.parameters())

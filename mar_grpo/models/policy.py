@@ -125,15 +125,19 @@ class Policy(nn.Module, ABC):
 
     def head(self, x_t: Tensor, t: Tensor, z: Tensor) -> Tensor:
         """Prediction float32 [..., P] for noisy tokens x_t [..., C] at time t (0..1000) under z [..., D]."""
-        return self.head_conditioned(x_t, t, self.head_condition(z))
+        return self.head_conditioned(x_t, self.head_time(t), self.head_condition(z))
 
     def head_condition(self, z: Tensor) -> Tensor:
         """The part of the head that depends on z only, [..., W]: compute once, use for all diffusion steps."""
         return self.image_network.head_condition(z)
 
-    def head_conditioned(self, x_t: Tensor, t: Tensor, condition: Tensor) -> Tensor:
-        """`head` with `head_condition(z)` computed beforehand."""
-        return self.image_network.head_conditioned(x_t, t, condition).float()
+    def head_time(self, t: Tensor) -> Tensor:
+        """The part of the head that depends on the diffusion step only, [..., W]: compute once, use for all tokens."""
+        return self.image_network.head_time(t)
+
+    def head_conditioned(self, x_t: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        """`head` with `head_time(t)` and `head_condition(z)` computed beforehand."""
+        return self.image_network.head_conditioned(x_t, time, condition).float()
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Images uint8 [B, H, W, 3] of tokens [B, L, C]; no gradient."""

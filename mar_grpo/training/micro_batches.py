@@ -88,15 +88,15 @@ def gradient(
     Raises:
         UnhealthyError: see `backward`.
     """
-    parts = LossParts()
+    parts, unguided = LossParts(), recipe.algorithm.likelihood_guidance == "none"
     sizes = [len(each.batch.index) for each in batches]
     for each, part in zip(batches, advantage.to(policy.device).split(sizes), strict=True):
         conditioning = policy.encode_prompts([r.prompt for r in each.records])
         anchor = None
         if reference is not None:
             with torch.no_grad():
-                anchor = Guided.of(reference, conditioning, recipe.sampling)
-        live = Guided.of(policy, conditioning, recipe.sampling)
+                anchor = Guided.of(reference, conditioning, recipe.sampling, unguided=unguided)
+        live = Guided.of(policy, conditioning, recipe.sampling, unguided=unguided)
         parts.merge(backward(live, anchor, each.batch, part, steps, scales, recipe.algorithm))
     return parts
 

@@ -73,7 +73,8 @@ def denoise(
     conditions = [policy.head_condition(z) for z in latents]
     state, rows = noise[0], list[tuple[Tensor, ...]]()
     for j in range(schedule.num_steps):
-        cond, uncond = (policy.head_conditioned(state, schedule.timestep(j), condition) for condition in conditions)
+        time = schedule.timestep(j)
+        cond, uncond = (policy.head_conditioned(state, policy.head_time(time), part) for part in conditions)
         prediction = guide(cond, uncond, scale, channels=state.shape[-1])
         mean, std = schedule.transition(j, state, prediction)
         after = schedule.step(j, state, prediction, noise[j + 1])
@@ -184,7 +185,7 @@ def _mean(policy: Policy, schedule: Schedule, j: Tensor, states: Tensor, z: Tens
     """Means of transitions j [k] of states [k, s, B, L, C] under z [B, L, D]; every state has its own row of it."""
     condition = policy.head_condition(z)
     rows = condition.expand(*states.shape[:2], *condition.shape).contiguous()
-    prediction = policy.head_conditioned(states, schedule.timestep(j)[:, None, None, None], rows)
+    prediction = policy.head_conditioned(states, policy.head_time(schedule.timestep(j)[:, None, None, None]), rows)
     return schedule.mean(j, states, prediction)
 
 

@@ -115,7 +115,7 @@ def _heads(policies: Sequence[Policy], counter: FlopCounterMode, cost: Cost) -> 
 
         return call
 
-    names = [(policy, name) for policy in policies for name in ("head_condition", "head_conditioned")]
+    names = [(policy, name) for policy in policies for name in ("head_condition", "head_time", "head_conditioned")]
     for policy, name in names:
         setattr(policy, name, measured(getattr(policy, name)))
     try:

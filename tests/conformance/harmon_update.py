@@ -51,15 +51,16 @@ def update(case: Case, reference: HarmonPolicy, i: int) -> None:
     logp, logp_extra, mean, mean_reference = [], [], [], []
     for k, j in enumerate(steps):
         t = schedule.timestep(j)
-        prediction = guided.policy.head_conditioned(path[j], t, condition)
+        time, other_time = (each.policy.head_time(t) for each in (guided, anchor))
+        prediction = guided.policy.head_conditioned(path[j], time, condition)
         with torch.no_grad():
             std = case.deviation(j, prediction)
-            mean_reference.append(schedule.mean(j, path[j], anchor.policy.head_conditioned(path[j], t, other)))
+            mean_reference.append(schedule.mean(j, path[j], anchor.policy.head_conditioned(path[j], other_time, other)))
         if f"rollout.log{i}.std" in compare:
             compare.same(f"loss.std{i}", std, compare.golden(f"rollout.log{i}.std")[j], **GENERATED)
         mean.append(schedule.mean(j, path[j], prediction))
         logp.append(log_density(path[j + 1], mean[-1], std))
-        again = schedule.mean(j, extra[:, k], guided.policy.head_conditioned(extra[:, k], t, condition))
+        again = schedule.mean(j, extra[:, k], guided.policy.head_conditioned(extra[:, k], time, condition))
         logp_extra.append(log_density(extra_next[:, k], again, std))
     main, others = torch.stack(logp), torch.stack(logp_extra, 1)  # [k, B, L, C], [S, k, B, L, C]
     shift = torch.stack(mean_reference) - torch.stack(mean)

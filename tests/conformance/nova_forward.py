@@ -212,7 +212,7 @@ def generation(case: Case, name: str, settings: dict[str, Any]) -> None:
         if i == 0:  # where the head did not run, the noise stands
             conditions = guided.head_conditions(*(part if part is None else take(part, rows) for part in z))
             x, t = take(start[0], rows), schedule.timestep(0)
-            outs = [case.model.head_conditioned(x, t, condition) for condition in conditions]
+            outs = [case.model.head_conditioned(x, case.model.head_time(t), condition) for condition in conditions]
             at = rows[..., None].expand_as(x)
             case.equal(f"{name}.head_out_0", torch.cat([start[0].scatter(1, at, out) for out in outs]))
         predict = guided.predictor(guided.head_conditions(*(part if part is None else take(part, rows) for part in z)))

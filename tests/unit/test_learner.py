@@ -186,7 +186,7 @@ def test_inner_updates_go_on_with_the_same_images(toy_folder: Path) -> None:
 def test_without_a_kl_there_is_no_reference(monkeypatch: pytest.MonkeyPatch, toy_folder: Path) -> None:
     policies: set[int] = set()
     of = Guided.of.__func__  # type: ignore[attr-defined]
-    spied = classmethod(lambda cls, policy, *rest: (policies.add(id(policy)), of(cls, policy, *rest))[1])
+    spied = classmethod(lambda cls, policy, *rest, **how: (policies.add(id(policy)), of(cls, policy, *rest, **how))[1])
     monkeypatch.setattr(Guided, "of", spied)
     _, rows = finished(toy_folder, "runs/a", "algorithm.kl.kind=off", "training.updates=1")
     assert len(policies) == 1 and "kl" not in rows[0]

@@ -119,7 +119,7 @@ def test_head_on_a_subset_equals_the_gather(model: NovaTransformer) -> None:
 def test_trajectories_and_times_broadcast(model: NovaTransformer) -> None:
     x, z = torch.randn(3, 7, 12, generator=seeded(8)), torch.randn(7, 24, generator=seeded(9))
     t = torch.tensor([900.0, 400.0, 3.5])
-    together = model.head_conditioned(x, t[:, None], model.head_condition(z))
+    together = model.head_conditioned(x, model.head_time(t[:, None]), model.head_condition(z))
     for s in range(3):
         torch.testing.assert_close(together[s], model.head(x[s], t[s].expand(7), z))
 

@@ -26,7 +26,7 @@ def test_shapes_from_prompt_to_picture() -> None:
     rows, t = tokens[:, :5], torch.tensor(500.0)
     prediction = policy.head(rows, t, z[:, :5])
     assert prediction.shape == (2, 5, 16) and prediction.dtype == torch.float32
-    again = policy.head_conditioned(rows, t, policy.head_condition(z[:, :5]))
+    again = policy.head_conditioned(rows, policy.head_time(t), policy.head_condition(z[:, :5]))
     torch.testing.assert_close(again, prediction, rtol=0, atol=0)
     images = policy.decode(tokens)
     assert images.shape == (2, 32, 32, 3) and images.dtype == torch.uint8

@@ -281,9 +281,9 @@ def watched(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         rows["trunk"] += len(tokens)
         return latents(tokens, *rest, **options)
 
-    def conditioned(x: Tensor, *rest: Any) -> Tensor:
-        rows["head"] += x[..., 0].numel()
-        return head(x, *rest)
+    def conditioned(x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        rows["head"] += torch.broadcast_shapes(x.shape[:-1], condition.shape[:-1]).numel()
+        return head(x, time, condition)
 
     monkeypatch.setattr(policy, "ar_latents", trunk)
     monkeypatch.setattr(policy, "head_conditioned", conditioned)
