@@ -26,7 +26,13 @@ VARIANTS: dict[str, list[str]] = {
     "adamw": ["optimizer.kind=adamw"],
     "average of the head": [*BOTH, "optimizer.head_ema_decay=0.5", "optimizer.head_learning_rate=0.01"],
     "lora": LORA,
-    "lora without its adapters": [*LORA, *BOTH, "algorithm.kl.reference=adapter_off", "optimizer.kind=adamw"],
+    "lora without its adapters": [
+        *LORA,
+        *BOTH,
+        "algorithm.kl.reference=adapter_off",
+        "optimizer.kind=adamw",
+        "optimizer.learning_rate=0.02",
+    ],
     "refreshed": ["algorithm.kl.refresh_every=2"],
     "lora refreshed": [*LORA, "algorithm.kl.refresh_every=2"],
     "inner updates": ["algorithm.inner_updates=2", "algorithm.clip=0.01", "algorithm.scope=unknown"],
@@ -167,8 +173,12 @@ def test_the_policy_without_adapters_is_the_frozen_start(toy_folder: Path) -> No
     changes = [*LORA, *BOTH]
     frozen, rows = finished(toy_folder, "runs/a", *changes)
     off, same = finished(toy_folder, "runs/b", *changes, "algorithm.kl.reference=adapter_off")
-    assert without_time(rows) == without_time(same) and rows[-1]["kl"] > 0
-    assert equal(parameters(toy_folder, frozen), parameters(toy_folder, off))
+    for one, other in zip(without_time(rows), without_time(same), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-7)  # a copy lies elsewhere in memory: other kernels
+    assert rows[-1]["kl"] > 0.01
+    theirs = parameters(toy_folder, off)
+    for name, value in parameters(toy_folder, frozen).items():
+        torch.testing.assert_close(theirs[name], value, rtol=1e-3, atol=1e-5)
 
 
 def test_inner_updates_go_on_with_the_same_images(toy_folder: Path) -> None:

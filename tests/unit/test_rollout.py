@@ -255,3 +255,23 @@ def test_more_steps_than_tokens_are_refused(policy: Policy) -> None:
     with pytest.raises(InputError, match="17 AR steps for 16 tokens") as error:
         rolled(policy, SAMPLING.model_copy(update={"ar_steps": 17}))
     assert error.value.exit_code == 2
+
+
+def test_the_head_embeds_a_diffusion_step_once(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    embed = policy.head_time
+    monkeypatch.setattr(policy, "head_time", lambda t: (seen.append(float(t)), embed(t))[1])
+    rolled(policy, GUIDED)
+    schedule = policy.schedule(GUIDED.diffusion_steps)
+    assert seen == [float(schedule.timestep(j)) for j in range(schedule.num_steps)]
+    guided = Guided.of(policy, policy.encode_prompts(PROMPTS), GUIDED)
+    assert guided.time(schedule.timestep(0)) is guided.rows(torch.tensor([0, 1])).time(schedule.timestep(0))
+    trained = policy.frozen_copy().requires_grad_(True)
+    guided = Guided.of(trained, policy.encode_prompts(PROMPTS), GUIDED)
+    first, second = (guided.time(schedule.timestep(0)) for _ in range(2))
+    assert first.requires_grad and first is not second  # each backward pass needs a graph of its own
+
+
+def test_nobody_looks_at_tokens_before_the_first_step_that_reads_them(policy: Policy) -> None:
+    steps = rolled(policy, recorded={1: [0], 3: [0]}, scope="unknown", keep=["before"], first_before=2).steps
+    assert steps[0].before is None and steps[1].before is not None
