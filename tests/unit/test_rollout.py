@@ -266,6 +266,7 @@ def test_the_head_embeds_a_diffusion_step_once(policy: Policy, monkeypatch: pyte
     assert seen == [float(schedule.timestep(j)) for j in range(schedule.num_steps)]
     guided = Guided.of(policy, policy.encode_prompts(PROMPTS), GUIDED)
     assert guided.time(schedule.timestep(0)) is guided.rows(torch.tensor([0, 1])).time(schedule.timestep(0))
+    monkeypatch.undo()
     trained = policy.frozen_copy().requires_grad_(True)
     guided = Guided.of(trained, policy.encode_prompts(PROMPTS), GUIDED)
     first, second = (guided.time(schedule.timestep(0)) for _ in range(2))
