@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
@@ -24,6 +23,7 @@ from mar_grpo.diffusion.guidance import guide
 from mar_grpo.diffusion.respaced import kept_steps
 from mar_grpo.errors import InputError
 from mar_grpo.models.policy import Conditioning, Policy
+from mar_grpo.noise import draw_noise, with_hypothetical
 
 Scope = Literal["committed", "unknown"]
 Kept = Literal["before", "z", "std", "unconditional"]
@@ -80,12 +80,6 @@ class SamplingConfig(BaseModel):
 def schedule_of(policy: Policy, sampling: SamplingConfig) -> Schedule:
     """The diffusion schedule that sampling and scoring share. Raises InputError as `Policy.schedule`."""
     return policy.schedule(sampling.diffusion_steps, eta=sampling.noise_level).at_temperature(sampling.temperature)
-
-
-def noise_key(*parts: int) -> int:
-    """One 63-bit key of several numbers (seed, update, prompt, member ...): equal parts, equal noise."""
-    words = np.random.SeedSequence([part % 2**64 for part in parts]).generate_state(1, np.uint64)
-    return int(words[0] >> np.uint64(1))
 
 
 @dataclass(frozen=True)
@@ -323,7 +317,7 @@ def roll_out(
         wide = scope == "unknown" and (index in recorded or ahead)
         places = order[:, num_known:] if wide else order[:, num_known : num_known + count]
         z, z_uncond = guided.latents(tokens, known, num_known, places)
-        chosen = noise if not wide else _with_hypothetical(noise, order, num_known + count, keys, index)
+        chosen = noise if not wide else with_hypothetical(noise, order, num_known + count, keys, index)
         chosen = _at(chosen, places)
         scale = guided.scale(num_known + count)
         predict = guided.predictor(guided.head_conditions(z, z_uncond), scale)
@@ -370,28 +364,6 @@ class _Composite:
             gathered = torch.zeros(len(values), self.length, values.shape[2], device=values.device)
         index = committed.expand(-1, -1, values.shape[2])
         return gathered.scatter_(1, index, values[:, : committed.shape[1]].float())
-
-
-def draw_noise(keys: Sequence[int], length: int, channels: int, states: int) -> tuple[Tensor, Tensor]:
-    """Orders int64 [B, L] and unit noise float32 [states, B, L, C], each image from its own generator."""
-    order = torch.empty(len(keys), length, dtype=torch.int64)
-    noise = torch.empty(states, len(keys), length, channels)
-    for row, key in enumerate(keys):
-        generator = torch.Generator().manual_seed(key)
-        order[row] = torch.randperm(length, generator=generator)
-        noise[:, row] = torch.randn(states, length, channels, generator=generator)
-    return order, noise
-
-
-def _with_hypothetical(noise: Tensor, order: Tensor, num_done: int, keys: Sequence[int], index: int) -> Tensor:
-    """The noise with fresh values for tokens that are not committed by this step, so that their own stays unused."""
-    fresh = torch.empty(noise.shape)
-    states, _, length, channels = noise.shape
-    for row, key in enumerate(keys):
-        generator = torch.Generator().manual_seed(noise_key(key, 1, index))
-        fresh[:, row] = torch.randn(states, length, channels, generator=generator)
-    own = torch.ones(order.shape, dtype=torch.bool, device=order.device).scatter_(1, order[:, num_done:], False)
-    return torch.where(own[..., None], noise, fresh.to(noise.device))
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:

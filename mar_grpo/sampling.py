@@ -29,7 +29,8 @@ from mar_grpo.errors import InputError
 from mar_grpo.evaluation.pictures import contact_sheet, png_bytes
 from mar_grpo.models.invariant import BatchInvariant
 from mar_grpo.models.policy import Policy
-from mar_grpo.rollout import Guided, SamplingConfig, noise_key, roll_out
+from mar_grpo.noise import noise_key
+from mar_grpo.rollout import Guided, SamplingConfig, roll_out
 from mar_grpo.store import canonical_json
 from mar_grpo.training.distributed import Processes
 from mar_grpo.transports import explain_local

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from mar_grpo.algorithms.selection import Unit, most_uncertain, off_is_a_word, uncertainty, units
-from mar_grpo.rollout import Chain, Guided, RecordedStep, Rollout, denoise, noise_key, schedule_of
+from mar_grpo.noise import noise_key
+from mar_grpo.rollout import Chain, Guided, RecordedStep, Rollout, denoise, schedule_of
 
 
 class TrajectoryConfig(BaseModel):

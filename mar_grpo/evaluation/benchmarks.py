@@ -34,7 +34,8 @@ from mar_grpo.evaluation.diversity import distance_to_group, picture_statistics
 from mar_grpo.evaluation.pictures import contact_sheet, png_bytes
 from mar_grpo.evaluation.statistics import clustered_mean
 from mar_grpo.models.policy import Policy
-from mar_grpo.rollout import SamplingConfig, generate, noise_key
+from mar_grpo.noise import noise_key
+from mar_grpo.rollout import SamplingConfig, generate
 from mar_grpo.store import Store
 
 SHARD_SAMPLES = 500

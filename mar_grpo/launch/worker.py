@@ -18,7 +18,8 @@ from mar_grpo.launch import processes
 from mar_grpo.models.policy import Policy
 from mar_grpo.progress import emit
 from mar_grpo.rewards.templates import NAME, TemplateJudge
-from mar_grpo.rollout import generate, noise_key
+from mar_grpo.noise import noise_key
+from mar_grpo.rollout import generate
 from mar_grpo.store import Store
 from mar_grpo.training.distributed import Processes
 from mar_grpo.training.trainer import train

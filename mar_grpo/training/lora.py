@@ -17,7 +17,7 @@ from mar_grpo.algorithms.config import Trained
 from mar_grpo.errors import InputError
 from mar_grpo.models.blocks import Attention
 from mar_grpo.models.policy import Policy
-from mar_grpo.rollout import noise_key
+from mar_grpo.noise import noise_key
 from mar_grpo.training.parts import trained_parameters
 
 ADAPTER = "default"  # peft's name of the one adapter

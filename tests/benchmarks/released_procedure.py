@@ -33,7 +33,8 @@ from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.diffusion.guidance import guide
 from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.models.policy import Policy
-from mar_grpo.rollout import SamplingConfig, _at, _with_hypothetical, draw_noise, noise_key, schedule_of
+from mar_grpo.noise import with_hypothetical, draw_noise, noise_key
+from mar_grpo.rollout import SamplingConfig, _at, schedule_of
 
 
 @dataclass
@@ -114,7 +115,7 @@ def roll_out(
         z = [policy.ar_latents(tokens, known, part) for part in (cond, uncond)]
         whole = everywhere or i in steps or i + 1 in steps or i + 1 == len(counts)
         places = every_token if whole else order[:, done : done + count]
-        drawn = _at(_with_hypothetical(noise, order, done + count, keys, i) if whole else noise, places)
+        drawn = _at(with_hypothetical(noise, order, done + count, keys, i) if whole else noise, places)
         rows = [part.gather(1, places[..., None].expand(-1, -1, part.shape[2])) for part in z]
         final, chain = denoise(policy, schedule, rows, sampling.guidance_scale, drawn)
         committed = torch.zeros_like(known).scatter_(1, order[:, done : done + count], True)

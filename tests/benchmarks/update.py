@@ -32,7 +32,8 @@ from mar_grpo.algorithms.loss import Steps
 from mar_grpo.algorithms.steps import choose_steps
 from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.models.policy import Policy
-from mar_grpo.rollout import Guided, noise_key, schedule_of
+from mar_grpo.noise import noise_key
+from mar_grpo.rollout import Guided, schedule_of
 from tests.benchmarks import released_procedure, update_table
 from tests.benchmarks.update_meters import Cost, counted, matmul_rate, timed
 from tests.benchmarks.update_models import SIZES, Size, reference_of

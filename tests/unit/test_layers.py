@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # fmt: off
 ROOMS = [
-    "errors", "transports", "store", "documents", "progress", "runs", "artifacts", "data", "diffusion", "models",
+    "errors", "transports", "store", "documents", "progress", "runs", "artifacts", "data", "noise", "diffusion", "models",
     "rollout", "rewards", "algorithms", "training", "evaluation", "sampling", "config", "launch", "steps", "summary",
     "ablation", "cli", "__main__",
 ]

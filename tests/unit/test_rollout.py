@@ -17,6 +17,7 @@ from mar_grpo.diffusion.guidance import guide
 from mar_grpo.errors import InputError
 from mar_grpo.models.nova import mask_schedule
 from mar_grpo.models.policy import Policy
+from mar_grpo.noise import draw_noise, noise_key
 from mar_grpo.rollout import (
     Guided,
     RecordedStep,
@@ -24,9 +25,7 @@ from mar_grpo.rollout import (
     SamplingConfig,
     Scope,
     denoise,
-    draw_noise,
     generate,
-    noise_key,
     roll_out,
 )
 from tests.unit import tiny, toy

@@ -13,7 +13,8 @@ from torch import Tensor
 from mar_grpo.algorithms.selection import most_uncertain, uncertainty, units
 from mar_grpo.algorithms.trajectories import Extra, Trajectories, TrajectoryConfig, draw_trajectories
 from mar_grpo.models.policy import Policy
-from mar_grpo.rollout import Guided, RecordedStep, Rollout, SamplingConfig, draw_noise, roll_out
+from mar_grpo.noise import draw_noise
+from mar_grpo.rollout import Guided, RecordedStep, Rollout, SamplingConfig, roll_out
 from tests.unit import toy
 
 SAMPLING = SamplingConfig(ar_steps=4, diffusion_steps=4)
