@@ -16,9 +16,9 @@ from mar_grpo.documents import DocumentRef, PromptSet, read_document
 from mar_grpo.errors import RetryableError
 from mar_grpo.launch import processes
 from mar_grpo.models.policy import Policy
+from mar_grpo.noise import noise_key
 from mar_grpo.progress import emit
 from mar_grpo.rewards.templates import NAME, TemplateJudge
-from mar_grpo.noise import noise_key
 from mar_grpo.rollout import generate
 from mar_grpo.store import Store
 from mar_grpo.training.distributed import Processes

@@ -22,8 +22,8 @@ from mar_grpo.algorithms.steps import choose_steps
 from mar_grpo.algorithms.trajectories import Extra, Trajectories
 from mar_grpo.data.prompts import PromptRecord
 from mar_grpo.models.policy import Policy
-from mar_grpo.rewards.mix import RewardMix
 from mar_grpo.noise import noise_key
+from mar_grpo.rewards.mix import RewardMix
 from mar_grpo.rollout import Chain, Guided, schedule_of
 from mar_grpo.training.micro_batches import MicroBatch, gradient, make_images
 from mar_grpo.training.parts import trained_parameters

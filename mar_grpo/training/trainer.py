@@ -32,8 +32,8 @@ from mar_grpo.documents import DocumentRef, PromptSet, TrainingRun, read_documen
 from mar_grpo.errors import MarGrpoError, UnhealthyError
 from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy, publish_checkpoint, save_policy
 from mar_grpo.models.policy import Policy
-from mar_grpo.rewards.mix import RewardMix
 from mar_grpo.noise import noise_key
+from mar_grpo.rewards.mix import RewardMix
 from mar_grpo.rollout import schedule_of
 from mar_grpo.store import Store
 from mar_grpo.training.distributed import Processes, checksum

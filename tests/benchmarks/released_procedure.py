@@ -33,7 +33,7 @@ from mar_grpo.diffusion.gaussian import Schedule
 from mar_grpo.diffusion.guidance import guide
 from mar_grpo.models.nova_policy import NovaPolicy
 from mar_grpo.models.policy import Policy
-from mar_grpo.noise import with_hypothetical, draw_noise, noise_key
+from mar_grpo.noise import draw_noise, noise_key, with_hypothetical
 from mar_grpo.rollout import SamplingConfig, _at, schedule_of
 
 

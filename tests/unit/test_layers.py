@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # fmt: off
 ROOMS = [
-    "errors", "transports", "store", "documents", "progress", "runs", "artifacts", "data", "noise", "diffusion", "models",
-    "rollout", "rewards", "algorithms", "training", "evaluation", "sampling", "config", "launch", "steps", "summary",
+    "errors", "transports", "store", "documents", "progress", "runs", "artifacts", "data", "noise", "diffusion",
+    "models", "rollout", "rewards", "algorithms", "training", "evaluation", "sampling", "config", "launch", "steps", "summary",
     "ablation", "cli", "__main__",
 ]
 # fmt: on
