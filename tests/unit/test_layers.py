@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 # fmt: off
 ROOMS = [
     "errors", "transports", "store", "documents", "progress", "runs", "artifacts", "data", "noise", "diffusion",
-    "models", "rollout", "rewards", "algorithms", "training", "evaluation", "sampling", "config", "launch", "steps", "summary",
-    "ablation", "cli", "__main__",
+    "models", "rollout", "rewards", "algorithms", "training", "evaluation", "sampling", "config", "launch", "steps",
+    "summary", "ablation", "cli", "__main__",
 ]
 # fmt: on
 """Data walks from left to right; a room imports only rooms to its left."""
