@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import typer
 
+from mar_grpo.commands.options import CheckpointOption, RecipeOption, SetOption, WorkOption, interruptible
 from mar_grpo.errors import InputError, MarGrpoError
 
 app = typer.Typer(
@@ -25,11 +24,6 @@ recipe_app = typer.Typer(no_args_is_help=True, help="Recipes that ship with the 
 app.add_typer(recipe_app, name="recipe")
 checkpoint_app = typer.Typer(no_args_is_help=True, help="What a checkpoint is, and the same in another layout.")
 app.add_typer(checkpoint_app, name="checkpoint")
-
-RecipeOption = Annotated[str, typer.Option("--recipe", help="Name, path or URI of a recipe.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override, key.sub=value; may be repeated.")]
-CheckpointOption = Annotated[str, typer.Option(help="package://NAME, path or URI of a folder or Checkpoint document.")]
-WorkOption = Annotated[Path, typer.Option(help="Local folder for the store, runs, caches and logs.")]
 
 
 @app.command()
@@ -55,7 +49,7 @@ def run(
     text, work = load_recipe(recipe, set_ or []).model_dump_json(), work.resolve()
     options = ["--recipe", recipe, *(part for override in set_ or [] for part in ("--set", override))]
     command = shlex.join(["mar-grpo", "run", *options, *(["--store", store] if store else [])])
-    with _interruptible(), processes.locked(work), contextlib.ExitStack() as stack:
+    with interruptible(), processes.locked(work), contextlib.ExitStack() as stack:
         own = store is None
         uri = stack.enter_context(serve(work / "store")).uri() if store is None else store
         parameters = {"recipe": text, "store": uri, "fresh": fresh, "command": command}
@@ -104,7 +98,7 @@ def sft(
     from mar_grpo.training.sft_run import SftRecipe, run_sft
 
     loaded = parse(SftRecipe, *read_mapping(recipe, set_ or []))
-    with _interruptible(), View() as view:
+    with interruptible(), View() as view:
         run_sft(
             loaded,
             out,
@@ -135,7 +129,7 @@ def ablate(
     The same command goes on where an interrupted one stopped."""
     from mar_grpo.launch.terminal import run_shown
 
-    with _interruptible():
+    with interruptible():
         if sys.stdout.isatty():
             raise SystemExit(run_shown(sys.argv[1:]))
         from mar_grpo.ablation.run import ablate_here
@@ -169,7 +163,7 @@ def evaluate(
     """Draw the recipe's held-out prompts and print each judge's accuracy per tag with n and standard error."""
     from mar_grpo.summary import evaluation_table
 
-    with _interruptible():
+    with interruptible():
         print(evaluation_table(checkpoint, recipe, set_ or [], work))
 
 
@@ -193,7 +187,7 @@ def sample(
     from mar_grpo.launch.sampling import sample_files
 
     given = (prompt or [], prompts, checkpoint, with_ or [], recipe, set_ or [])
-    with _interruptible():
+    with interruptible():
         sample_files(*given, out=out, seeds=range(seed, seed + count), processes=processes, work=work)
 
 
@@ -297,24 +291,6 @@ def _reference(text: str):  # type: ignore[no-untyped-def]
     if not found:
         raise InputError("a reference has the form URI#SHA256", where=text)
     return DocumentRef(uri=uri, sha256=digest)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP unwind the stack, so that children and servers end; exit codes 130, 143 and 129."""
-
-    def leave(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
-        raise SystemExit(130) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from mar_grpo.evaluation.gate import GateConfig
 from mar_grpo.rewards.mix import RewardConfig
 from mar_grpo.rollout import SamplingConfig
 from mar_grpo.store import read_uri
+from mar_grpo.training.config import TrainingConfig
 from mar_grpo.training.optimization import OptimizerConfig
-from mar_grpo.training.trainer import TrainingConfig
 
 M = TypeVar("M", bound=BaseModel)
 

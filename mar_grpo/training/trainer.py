@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mar_grpo import __version__
 from mar_grpo.algorithms.advantage import advantages, counted_share
@@ -37,51 +36,13 @@ from mar_grpo.rewards.mix import RewardMix
 from mar_grpo.rollout import schedule_of
 from mar_grpo.store import Store
 from mar_grpo.training.distributed import Processes, checksum
-from mar_grpo.training.health import Health, HealthConfig
+from mar_grpo.training.health import Health
 from mar_grpo.training.learner import Learner
-from mar_grpo.training.lora import LoraConfig
 from mar_grpo.training.micro_batches import gradient, make_images
 from mar_grpo.training.state import load_state, save_state
 
 if TYPE_CHECKING:
     from mar_grpo.config import Recipe
-
-
-class TrainingConfig(BaseModel):
-    """How long and how wide.
-
-    Args:
-        prompts_per_update, group_size: a group is one prompt's images; both over all processes.
-        micro_batch: images a process rolls out and scores at once, whole groups; bounds memory, changes no number but
-            rounding.
-        processes: torchrun processes on this machine; threads: CPU threads each (None: torch decides).
-        save_every: updates between saved states.
-        held_out_every: updates between looks at held-out prompts (for the curves only; nothing is chosen by them),
-            0 for none; held_out_prompts: how many prompts, one image each.
-        max_relaunches: how often the launcher goes on from the last state after an error that may pass.
-        lora: adapters are trained instead of the part's own weights; None: its own weights.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    updates: int = Field(40, gt=0)
-    prompts_per_update: int = Field(32, gt=0)
-    group_size: int = Field(8, ge=2)
-    micro_batch: int = Field(128, gt=0)
-    processes: int = Field(2, gt=0)
-    threads: int | None = Field(1, gt=0)
-    save_every: int = Field(10, gt=0)
-    held_out_every: int = Field(10, ge=0)
-    held_out_prompts: int = Field(100, gt=0)
-    max_relaunches: int = Field(2, ge=0)
-    health: HealthConfig = HealthConfig()
-    lora: LoraConfig | None = None
-
-    @model_validator(mode="after")
-    def _whole_groups(self) -> TrainingConfig:
-        if self.micro_batch < self.group_size:
-            raise ValueError(f"micro_batch {self.micro_batch} cannot hold one group of group_size {self.group_size}")
-        return self
 
 
 def train(

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = [
     "errors", "transports", "store", "documents", "progress", "runs", "artifacts", "data", "noise", "diffusion",
     "models", "rollout", "rewards", "algorithms", "training", "evaluation", "sampling", "config", "launch", "steps",
-    "summary", "ablation", "cli", "__main__",
+    "summary", "ablation", "commands", "cli", "__main__",
 ]
 # fmt: on
 """Data walks from left to right; a room imports only rooms to its left."""
