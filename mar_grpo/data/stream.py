@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -105,19 +106,27 @@ class PromptStream:
         """Samples of one epoch, over all processes."""
         return self.prompt_set.samples
 
-    def take(self, n: int) -> list[Sample]:
-        """This process's share of the next `n` samples of the common order: n / world of them.
+    def take(self, n: int, places: Sequence[int] | None = None) -> list[Sample]:
+        """This process's part of the next `n` samples of the common order.
 
         A take that passes the end of an epoch goes on in the next one. Every process must take the same `n`. If a read
         fails the stream stays where it was.
 
-        Errors: InputError if `n` is not a positive multiple of the number of processes, or from reading a shard.
+        Args:
+            places: which of the `n` (from 0), as often as wanted; by default every world-th from the rank on.
+
+        Errors: InputError if `n` is not positive, or without `places` no multiple of the number of processes, or from
+        reading a shard.
         """
-        if n < 1 or n % self.world:
+        if n < 1 or (places is None and n % self.world):
             text = f"{n} samples cannot be shared evenly by {self.world} processes"
             raise InputError(text, where="prompt stream", hint="choose a multiple of the number of processes")
+        if places is None:
+            places = range(self.rank, n, self.world)
+        if not all(0 <= place < n for place in places):
+            raise InputError(f"a place is 0 to {n - 1}, not {list(places)}", where="prompt stream")
         start = self.epoch * len(self) + self.position
-        samples = self._read([self._index(start + i) for i in range(self.rank, n, self.world)])
+        samples = self._read([self._index(start + place) for place in places])
         self.epoch, self.position = divmod(start + n, len(self))
         return samples
 

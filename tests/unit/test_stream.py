@@ -114,6 +114,18 @@ def test_the_cache_changes_nothing_and_stays_within_its_bound(cache_bytes: int, 
     assert len(held) == 1 or sum(held) <= cache_bytes
 
 
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 30), places=st.data())
+def test_a_process_may_take_any_places(n: int, places: st.DataObject) -> None:
+    alone, some = stream(), stream(1, 3)
+    mine = places.draw(st.lists(st.integers(0, n - 1)))
+    everyone = keys(alone.take(n))
+    assert keys(some.take(n, mine)) == [everyone[place] for place in mine] and some.state() == alone.state()
+    with pytest.raises(InputError, match=f"a place is 0 to {n - 1}"):
+        some.take(n, [n])
+    assert some.state() == alone.state()
+
+
 def test_seeds_give_different_orders() -> None:
     assert keys(stream(seed=1).take(SIZE)) != keys(stream(seed=2).take(SIZE))
 
