@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from mar_grpo.training.health import HealthConfig
@@ -20,6 +22,11 @@ class TrainingConfig(BaseModel):
             0 for none; held_out_prompts: how many prompts, one image each.
         max_relaunches: how often the launcher goes on from the last state after an error that may pass.
         lora: adapters are trained instead of the part's own weights; None: its own weights.
+        parallel: `ddp`, every process has the whole policy; `fsdp`, the trunk's blocks are shared out over the
+            processes (FSDP2), whole during rollouts only. One process has the whole policy in either case.
+        precision: of the transformer's weights; with `bfloat16`, gradients are summed and steps are made in float32.
+        activation_checkpointing: the backward pass makes the activations inside the trunk's blocks again instead of
+            keeping them: a third more work, the same numbers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,3 +43,6 @@ class TrainingConfig(BaseModel):
     max_relaunches: int = Field(2, ge=0)
     health: HealthConfig = HealthConfig()
     lora: LoraConfig | None = None
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    activation_checkpointing: bool = False

@@ -16,6 +16,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from mar_grpo.noise import noise_key
 from mar_grpo.rewards.mix import RewardMix
 from mar_grpo.rollout import schedule_of
 from mar_grpo.store import Store
-from mar_grpo.training.distributed import Processes, checksum, deal
+from mar_grpo.training.distributed import Processes, deal
 from mar_grpo.training.health import Health
 from mar_grpo.training.learner import Learner
 from mar_grpo.training.micro_batches import Wanted, gradient, make_images
@@ -73,7 +74,7 @@ def train(
     with Processes() as processes:
         policy = load_policy(fetch_checkpoint(checkpoint, work / f"rank{processes.rank}"))
         policy.keep_features(store)
-        learner = Learner(recipe, policy, processes.device)
+        learner = Learner(recipe, policy, processes.device, processes.mesh() if config.parallel == "fsdp" else None)
         prompt_set = read_document(prompts, PromptSet)
         stream = PromptStream(
             prompt_set, store, seed=recipe.seed, rank=processes.rank, world=processes.world,
@@ -109,7 +110,8 @@ def train(
                     row |= look()
                 save = update % config.save_every == 0 or update == config.updates
                 if save or update % config.health.compare_every == 0:
-                    health.compare(update, processes.gather(checksum(learner.trained)))
+                    mine = learner.fingerprint() | {"place in the prompts": str(stream.state())}
+                    health.compare(update, processes.gather(mine))
                 metrics.append(row)
                 if processes.first:
                     report(row)
@@ -124,9 +126,10 @@ def train(
             if processes.first:
                 _finish(recipe, store, prefix, metrics, outcome, failure, None, update, time.monotonic() - began)
             raise
+        finished = learner.finished()
         if not processes.first:
             return None
-        folder = save_policy(learner.finished(), work / "trained")
+        folder = save_policy(finished, work / "trained")
         published = publish_checkpoint(
             folder, store, f"{prefix}/checkpoint", step=update, parent=checkpoint.sha256, recipe_digest=recipe.digest
         )
@@ -153,7 +156,7 @@ def _update(
     # 1. rollout and reward of this process's images
     shares = deal(config.prompts_per_update, config.group_size, processes.world)
     places, members = np.array(shares[processes.rank]).T
-    with processes.together():
+    with learner.gathered(), processes.together():
         records = [sample.record for sample in stream.take(config.prompts_per_update, places.tolist())]
         wanted = [
             Wanted(place, member, one, noise_key(recipe.seed, update, place, member))
@@ -188,7 +191,7 @@ def _update(
     numbers["learning_rate"] = learner.set_rate(update)
     for _ in range(algorithm.inner_updates):
         learner.optimizer.zero_grad(set_to_none=True)
-        with processes.together():
+        with nullcontext() if learner.sharded else processes.together():
             parts = gradient(recipe, policy, learner.reference, batches, advantage, steps, weights)
         processes.sum_gradients(learner.trained)
         merged = LossParts()
@@ -196,7 +199,7 @@ def _update(
             merged.merge(LossParts.of(sums))
         numbers |= {"gradient_norm": learner.clip(), **merged.means()}
         health.finite(update + 1, numbers)
-        learner.optimizer.step()
+        learner.step()
     learner.end(update)
     return numbers
 
