@@ -74,12 +74,13 @@ class HeatmapJudge:
 
     Args:
         weights: safetensors file; None takes the ones in the package.
+        device: where the network computes.
     """
 
     name = NAME
 
-    def __init__(self, weights: Path | None = None) -> None:
-        self.net = _load(weights)
+    def __init__(self, weights: Path | None = None, device: torch.device | str = "cpu") -> None:
+        self.net, self.device = _load(weights, device), device
 
     def detect(self, images: np.ndarray | torch.Tensor) -> list[list[Detection]]:
         """Objects of each picture. A candidate without a class over ACCEPTED_SCORE is MALFORMED."""
@@ -130,12 +131,12 @@ class HeatmapJudge:
             )
         found: list[list[tuple[geneval.Box, np.ndarray]]] = [[] for _ in range(len(pixels))]
         for start in range(0, len(pixels), CHUNK):
-            logits = SHARPNESS * self.net(as_input(pixels[start : start + CHUNK].cpu()))
+            logits = SHARPNESS * self.net(as_input(pixels[start : start + CHUNK].to(self.device)))
             margin = logits[:, :NOTHING].logsumexp(dim=1) - logits[:, NOTHING]
             best = F.max_pool2d(margin, 2 * APART + 1, stride=1, padding=APART)
             places = torch.nonzero((margin == best) & (margin.sigmoid() > MIN_OBJECTNESS))
             image, y, x = places.unbind(1)
-            shares = logits[image, :, y, x].softmax(dim=1)[:, :NOTHING].numpy()
+            shares = logits[image, :, y, x].softmax(dim=1)[:, :NOTHING].cpu().numpy()
             for (row, *centre), share in zip(places.tolist(), shares, strict=True):
                 y0, x0 = (place * STRIDE_PX + STRIDE_PX / 2 - PAD_PX - GLYPH_PX / 2 for place in centre)
                 found[start + row].append(((x0, y0, x0 + GLYPH_PX, y0 + GLYPH_PX), share))
@@ -159,12 +160,12 @@ def _shares(box: geneval.Box, share: np.ndarray) -> list[Detection]:
 
 
 @functools.cache
-def _load(weights: Path | None) -> HeatmapNet:
+def _load(weights: Path | None, device: torch.device | str) -> HeatmapNet:
     net = on_meta(HeatmapNet)
     path = weights or Path(str(resources.files("mar_grpo.assets") / "judges" / "heatmap.safetensors"))
     tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
     net.load_state_dict(tensors, assign=True)
-    return net.to(memory_format=torch.channels_last).eval().requires_grad_(False)  # type: ignore[call-overload]
+    return net.to(device=device, memory_format=torch.channels_last).eval().requires_grad_(False)  # type: ignore[call-overload]
 
 
 def training_facts() -> dict:

@@ -27,7 +27,7 @@ class Scorer(Protocol):
     def scores(self, images: np.ndarray | torch.Tensor, records: Sequence[Record]) -> Mapping[str, np.ndarray]: ...
 
 
-REWARDS: dict[str, Callable[[], Scorer]] = {
+REWARDS: dict[str, Callable[..., Scorer]] = {
     "heatmap/graded": HeatmapJudge,
     "heatmap/strict": HeatmapJudge,
     "heatmap/presence": HeatmapJudge,
@@ -39,11 +39,15 @@ class RewardConfig(BaseModel):
 
     A name is one of REWARDS, or `module:function` for a scorer of the user's: a function that takes the pictures (numpy
     uint8 [B, H, W, 3]) and the B prompt records and returns B finite numbers, higher is better.
+
+    `device`: where scorers that are networks compute in training: cpu, cuda, cuda:N, or auto for the policy's device.
+    Functions of the user's look after themselves.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     components: dict[str, float] = Field(default_factory=lambda: {"heatmap/graded": 1.0})
+    device: str = Field("cpu", pattern=r"^(cpu|auto|cuda(:\d+)?)$")
 
     @field_validator("components")
     @classmethod
@@ -60,17 +64,29 @@ class RewardConfig(BaseModel):
         return components
 
 
+def reward_device(config: RewardConfig, policy: torch.device) -> torch.device:
+    """The device of a recipe's scorers, given the policy's. InputError: this machine does not have it."""
+    device, count = policy if config.device == "auto" else torch.device(config.device), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        what = f"there is no device {config.device}: this machine has {count} GPUs"
+        raise InputError(what, where="rewards.device", hint="use cpu or auto")
+    return device
+
+
 class RewardMix:
     """The scorers of a recipe, loaded once.
+
+    Args:
+        device: where scorers that are networks compute.
 
     Raises:
         InputError: a scorer of the user's cannot be imported.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, device: torch.device | str = "cpu") -> None:
         self.config = config
         factories = {REWARDS[name] for name in config.components if name in REWARDS}
-        self._scorers = {factory: factory() for factory in factories}
+        self._scorers = {factory: factory(device=device) for factory in factories}
         self._functions = {name: _import(name) for name in config.components if name not in REWARDS}
 
     def compute(self, images: np.ndarray | torch.Tensor, records: Sequence[Record]) -> dict[str, np.ndarray]:

@@ -33,7 +33,7 @@ from mar_grpo.errors import MarGrpoError, UnhealthyError
 from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy, publish_checkpoint, save_policy
 from mar_grpo.models.policy import Policy
 from mar_grpo.noise import noise_key
-from mar_grpo.rewards.mix import RewardMix
+from mar_grpo.rewards.mix import RewardMix, reward_device
 from mar_grpo.rollout import schedule_of
 from mar_grpo.store import Store
 from mar_grpo.training.distributed import Processes, deal
@@ -80,7 +80,7 @@ def train(
             prompt_set, store, seed=recipe.seed, rank=processes.rank, world=processes.world,
             cache_bytes=recipe.data.cache_bytes,
         )  # fmt: skip
-        rewards = RewardMix(recipe.rewards)
+        rewards = RewardMix(recipe.rewards, reward_device(recipe.rewards, processes.device))
         fingerprint = hashlib.sha256(f"{recipe.digest} {checkpoint.sha256} {prompts.sha256}".encode()).hexdigest()
         state = load_state(store, prefix, fingerprint=fingerprint)
         metrics: list[dict[str, Any]] = state["metrics"] if state else []

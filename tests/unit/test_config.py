@@ -20,7 +20,7 @@ data.train data.evaluation data.train_prompts data.evaluation_prompts data.tag_w
 data.samples_per_shard data.cache_bytes
 sampling.ar_steps sampling.diffusion_steps sampling.guidance_scale sampling.guidance_renorm sampling.guidance_schedule
 sampling.noise_level sampling.temperature sampling.batch_size
-rewards.components
+rewards.components rewards.device
 algorithm.preset algorithm.scored_ar_steps.count algorithm.scored_ar_steps.which algorithm.scored_ar_steps.draw
 algorithm.scored_diffusion_steps.count algorithm.scored_diffusion_steps.which algorithm.scored_diffusion_steps.draw
 algorithm.trained algorithm.scope algorithm.likelihood_guidance algorithm.deviation algorithm.variance_floor

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from mar_grpo.data import scenes
 from mar_grpo.errors import InputError, MarGrpoError
 from mar_grpo.rewards.heatmap import HeatmapJudge
-from mar_grpo.rewards.mix import REWARDS, RewardConfig, RewardMix
+from mar_grpo.rewards.mix import REWARDS, RewardConfig, RewardMix, reward_device
 
 RECORD = {"tag": "single_object", "include": [{"class": "cat", "count": 1}], "prompt": "a photo of a cat"}
 PICTURES = scenes.render_batch([((0, 0),), ((1, 0),)])
@@ -64,7 +64,7 @@ def test_components_that_cannot_be_trained_on_are_refused(components: dict[str, 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(ValidationError, match="weights"):
         RewardConfig.model_validate({"weights": {}})
-    assert set(RewardConfig.model_fields) == {"components"}
+    assert set(RewardConfig.model_fields) == {"components", "device"}
 
 
 def test_a_scorer_of_the_user_gets_pictures_and_records(user_module: types.ModuleType) -> None:
@@ -105,3 +105,9 @@ def test_a_bad_scorer_is_named(
 def test_a_scorer_that_cannot_be_imported_is_named(name: str) -> None:
     with pytest.raises(InputError, match=f"'{name}' cannot be imported"):
         RewardMix(RewardConfig(components={name: 1.0}))
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match=r"no device cuda:99: this machine has \d+ GPUs \(rewards.device\)"):
+        reward_device(RewardConfig(device="cuda:99"), torch.device("cpu"))
+    assert reward_device(RewardConfig(device="auto"), torch.device("cpu")) == torch.device("cpu")
