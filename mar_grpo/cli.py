@@ -30,6 +30,10 @@ app.add_typer(checkpoint_app, name="checkpoint")
 def run(
     recipe: RecipeOption = "emoji",
     set_: SetOption = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="Go on with this run, a name or STORE/runs/NAME, and its own recipe, changed by --set."),
+    ] = None,
     store: Annotated[
         str | None,
         typer.Option(help="Your own store, s3://BUCKET[/PREFIX] or file:///FOLDER; else one is started here."),
@@ -43,19 +47,31 @@ def run(
     from mar_grpo.launch.object_store import serve
     from mar_grpo.launch.pipeline import run_pipeline
     from mar_grpo.progress import View
+    from mar_grpo.runs import Run
     from mar_grpo.steps import locate_run
+    from mar_grpo.store import Store
     from mar_grpo.summary import collect
 
-    text, work = load_recipe(recipe, set_ or []).model_dump_json(), work.resolve()
-    options = ["--recipe", recipe, *(part for override in set_ or [] for part in ("--set", override))]
+    if resume and fresh:
+        raise InputError("--resume and --fresh do not fit", where=resume)
+    if resume and "/runs/" in resume:
+        store, _, resume = resume.rstrip("/").rpartition("/runs/")
+    text, overrides, work = "", set_ or [], work.resolve()
+    if not resume:
+        text, overrides = load_recipe(recipe, overrides).model_dump_json(), []
+    options = ["--resume", resume] if resume else ["--recipe", recipe]
+    options += [part for override in set_ or [] for part in ("--set", override)]
     command = shlex.join(["mar-grpo", "run", *options, *(["--store", store] if store else [])])
     with interruptible(), processes.locked(work), contextlib.ExitStack() as stack:
         own = store is None
         uri = stack.enter_context(serve(work / "store")).uri() if store is None else store
-        parameters = {"recipe": text, "store": uri, "fresh": fresh, "command": command}
+        text = Run(Store(uri), resume).uri if resume else text
+        opened, loaded = locate_run(text, uri, overrides)
+        grace = loaded.training.stop_grace_seconds
+        parameters = {"recipe": text, "overrides": overrides, "store": uri, "fresh": fresh, "command": command}
         with View() as view:
-            run_pipeline(parameters, work=work, show=view.show)
-        print(collect(locate_run(text, uri)[0], work, with_checkpoint=own))
+            run_pipeline(parameters, work=work, show=view.show, grace_seconds=grace)
+        print(collect(opened, work, with_checkpoint=own))
 
 
 @app.command()

@@ -124,12 +124,15 @@ def finished(folder: Path, prefix: str, *overrides: str, **options: Any) -> tupl
     return document, rows
 
 
-def spawn(folder: Path, prefix: str, *overrides: str) -> list[tuple[int, str]]:
-    """Two processes as torchrun would start them; exit code and stderr of each."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        return int(free.getsockname()[1])
+
+
+def spawn(folder: Path, prefix: str, *overrides: str) -> list[tuple[int, str]]:
+    """Two processes as torchrun would start them; exit code and stderr of each."""
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.unit.toy_run", str(folder), prefix, *overrides]
     ranks = [
         subprocess.Popen(
