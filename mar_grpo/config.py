@@ -105,11 +105,9 @@ class Recipe(BaseModel):
             raise ValueError(
                 "algorithm.kl.reference 'adapter_off' and training.lora null do not fit: no adapter can be left out"
             )
-        prompts, processes = self.training.prompts_per_update, self.training.processes
-        if prompts % processes:
-            raise ValueError(
-                f"training.prompts_per_update: {prompts} prompts cannot be shared evenly by {processes} processes"
-            )
+        images, processes = self.training.prompts_per_update * self.training.group_size, self.training.processes
+        if images < processes:
+            raise ValueError(f"training.processes {processes}: an update has {images} images, one process had none")
         judge = self.gate.score.split("/")[0]
         if judge in {name.split("/")[0] for name in self.rewards.components}:
             raise ValueError(

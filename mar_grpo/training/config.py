@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from mar_grpo.training.health import HealthConfig
 from mar_grpo.training.lora import LoraConfig
@@ -14,8 +14,7 @@ class TrainingConfig(BaseModel):
 
     Args:
         prompts_per_update, group_size: a group is one prompt's images; both over all processes.
-        micro_batch: images a process rolls out and scores at once, whole groups; bounds memory, changes no number but
-            rounding.
+        micro_batch: images a process rolls out and scores at once; bounds memory, changes no number but rounding.
         processes: torchrun processes on this machine; threads: CPU threads each (None: torch decides).
         save_every: updates between saved states; keep: which of them stay.
         held_out_every: updates between looks at held-out prompts (for the curves only; nothing is chosen by them),
@@ -44,9 +43,3 @@ class TrainingConfig(BaseModel):
     store_patience_seconds: float = Field(300.0, gt=0, allow_inf_nan=False)
     health: HealthConfig = HealthConfig()
     lora: LoraConfig | None = None
-
-    @model_validator(mode="after")
-    def _whole_groups(self) -> TrainingConfig:
-        if self.micro_batch < self.group_size:
-            raise ValueError(f"micro_batch {self.micro_batch} cannot hold one group of group_size {self.group_size}")
-        return self

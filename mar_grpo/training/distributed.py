@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,6 +76,17 @@ class Processes:
         said = self.gather(mine and (type(mine), mine.what, mine.where, mine.hint))
         for rank, (kind, what, where, hint) in [(rank, error) for rank, error in enumerate(said) if error]:
             raise kind(what, where=f"{where}, rank {rank}" if where else f"rank {rank}", hint=hint) from mine
+
+
+def deal(groups: int, size: int, world: int) -> list[list[tuple[int, int]]]:
+    """Images (place of the group, place in the group) of each process: no process has two more than another.
+
+    Each takes every world-th group; where that is uneven, what is left over is cut in the middle of groups.
+    """
+    order = sorted(range(groups), key=lambda place: place % world)
+    images = [(place, member) for place in order for member in range(size)]
+    ends = [len(images) * rank // world for rank in range(world + 1)]
+    return [images[first:end] for first, end in pairwise(ends)]
 
 
 def checksum(parameters: Sequence[Tensor]) -> float:

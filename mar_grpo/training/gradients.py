@@ -25,7 +25,7 @@ from mar_grpo.models.policy import Policy
 from mar_grpo.noise import noise_key
 from mar_grpo.rewards.mix import RewardMix
 from mar_grpo.rollout import Chain, Guided, schedule_of
-from mar_grpo.training.micro_batches import MicroBatch, gradient, make_images
+from mar_grpo.training.micro_batches import MicroBatch, Wanted, gradient, make_images
 from mar_grpo.training.parts import trained_parameters
 
 if TYPE_CHECKING:
@@ -78,15 +78,19 @@ class Probe:
             algorithm.scored_ar_steps, algorithm.scored_diffusion_steps, seed=recipe.seed, update=number,
             num_ar_steps=len(counts), schedule=schedule_of(self.policy, recipe.sampling),
         )  # fmt: skip
-        keys = [noise_key(recipe.seed, number, place, g, 1) for place in range(len(chosen)) for g in range(size)]
-        batches = make_images(recipe, self.policy, chosen, keys, steps, self.rewards)
+        wanted = [
+            Wanted(place, g, one, noise_key(recipe.seed, number, place, g, 1))
+            for place, one in enumerate(chosen)
+            for g in range(size)
+        ]
+        batches = make_images(recipe, self.policy, wanted, steps, self.rewards)
         grouped = {
             name: torch.from_numpy(np.concatenate([each.rewards[name] for each in batches])).view(-1, size)
             for name in recipe.rewards.components
         }
         signal = advantages(grouped, recipe.rewards.components, algorithm.advantage)
         scale = scales(
-            algorithm, steps, kept([each.batch for each in batches], steps), counts=counts, images=len(keys),
+            algorithm, steps, kept([each.batch for each in batches], steps), counts=counts, images=len(wanted),
             token_dim=self.policy.token_dim, counted_share=counted_share(signal, algorithm.advantage),
         )  # fmt: skip
         return Drawn(batches, signal.flatten(), steps, scale)

@@ -26,9 +26,19 @@ if TYPE_CHECKING:
 Scores = dict[str, np.ndarray]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """An image to make: the `member`-th of the group of the prompt at `place` in the update (both from 0)."""
+
+    place: int
+    member: int
+    record: PromptRecord
+    key: int
+
+
 @dataclass
 class MicroBatch:
-    """Images of one process that are rolled out together: whole groups, and component -> reward of each image [B]."""
+    """Images of one process that are rolled out together, their prompts, and component -> reward of each image [B]."""
 
     records: Sequence[PromptRecord]
     batch: Batch
@@ -39,35 +49,32 @@ class MicroBatch:
 def make_images(
     recipe: Recipe,
     policy: Policy,
-    records: Sequence[PromptRecord],
-    keys: Sequence[int],
+    wanted: Sequence[Wanted],
     steps: Steps,
     rewards: RewardMix,
 ) -> list[MicroBatch]:
-    """A group of images of each prompt, recorded for the update and scored.
+    """Images, recorded for the update and scored, `micro_batch` at once. A prompt is encoded once in each micro-batch.
 
     Where the policy is on a GPU, images are scored while the next ones are made.
-
-    Args:
-        keys: noise key of each image, the first `group_size` are the first prompt's.
 
     Raises:
         UnhealthyError: a reward is not finite; names prompt, place in the group, and component.
     """
-    size = recipe.training.group_size
-    prompts_at_once = recipe.training.micro_batch // size
+    at_once = recipe.training.micro_batch
     waiting: list[tuple[Sequence[PromptRecord], Batch, Callable[[], Scores]]] = []
     with _beside(policy.device) as worker:
-        for start in range(0, len(records), prompts_at_once):
-            some = records[start : start + prompts_at_once]
-            index = torch.arange(len(some), device=policy.device).repeat_interleave(size)
-            guided = Guided.of(policy, policy.encode_prompts([r.prompt for r in some]), recipe.sampling).rows(index)
-            batch = record(guided, index, keys[start * size :][: len(index)], steps, recipe.algorithm)
+        for start in range(0, len(wanted), at_once):
+            some = wanted[start : start + at_once]
+            prompts = {one.place: one.record for one in some}
+            row = {place: number for number, place in enumerate(prompts)}
+            index = torch.tensor([row[one.place] for one in some], device=policy.device)
+            conditioning = policy.encode_prompts([r.prompt for r in prompts.values()])
+            guided = Guided.of(policy, conditioning, recipe.sampling).rows(index)
+            batch = record(guided, index, [one.key for one in some], steps, recipe.algorithm)
             images = policy.decode(batch.rollout.tokens).cpu()
-            asked = [r.as_dict() for r in some for _ in range(size)]
-            scores = partial(_scores, rewards, images, asked, some)
-            waiting.append((some, batch, worker.submit(scores).result if worker else scores))
-        return [MicroBatch(some, batch, scored()) for some, batch, scored in waiting]
+            scores = partial(_scores, rewards, images, some)
+            waiting.append((list(prompts.values()), batch, worker.submit(scores).result if worker else scores))
+        return [MicroBatch(records, batch, scored()) for records, batch, scored in waiting]
 
 
 def gradient(
@@ -106,17 +113,14 @@ def _beside(device: torch.device) -> AbstractContextManager[ThreadPoolExecutor |
     return ThreadPoolExecutor(1) if device.type == "cuda" else nullcontext()
 
 
-def _scores(
-    rewards: RewardMix, images: Tensor, asked: Sequence[dict[str, object]], records: Sequence[PromptRecord]
-) -> Scores:
-    scores = rewards.compute(images, asked)
-    size = len(asked) // len(records)
+def _scores(rewards: RewardMix, images: Tensor, wanted: Sequence[Wanted]) -> Scores:
+    scores = rewards.compute(images, [one.record.as_dict() for one in wanted])
     for name, values in scores.items():
         for bad in np.flatnonzero(~np.isfinite(values))[:1]:
-            prompt = records[bad // size]
+            prompt = wanted[bad].record
             raise UnhealthyError(
                 f"the reward {name!r} is {values[bad]}",
-                where=f"prompt {prompt.prompt_id} {prompt.prompt[:80]!r}, image {bad % size} of its group",
+                where=f"prompt {prompt.prompt_id} {prompt.prompt[:80]!r}, image {wanted[bad].member} of its group",
                 hint="the scorer must return a finite number for every image",
             )
     return scores

@@ -4,7 +4,7 @@ One update: take prompts, make a group of images of each (recording what the los
 group-relative advantages, accumulate the gradient of the policy term micro-batch by micro-batch, sum it over the
 processes, step. With inner updates the last three are done again with the same images. Everything random is drawn from
 (seed, update, prompt's place, image's place), never from a rank, so the number of processes does not change what is
-made.
+made. What processes share is images, not prompts: a group may lie on several.
 
 Departures from the textbook GRPO: unless the recipe says otherwise there is one on-policy step per rollout (the ratio
 is 1, there is nothing to clip) and the head is frozen; a transition without variance is not scored.
@@ -35,10 +35,10 @@ from mar_grpo.noise import noise_key
 from mar_grpo.rewards.mix import RewardMix
 from mar_grpo.rollout import schedule_of
 from mar_grpo.store import Store
-from mar_grpo.training.distributed import Processes, checksum
+from mar_grpo.training.distributed import Processes, checksum, deal
 from mar_grpo.training.health import Health
 from mar_grpo.training.learner import Learner
-from mar_grpo.training.micro_batches import gradient, make_images
+from mar_grpo.training.micro_batches import Wanted, gradient, make_images
 from mar_grpo.training.state import States
 from mar_grpo.training.stopping import Abandoned, Stopping
 
@@ -170,24 +170,26 @@ def _update(
         num_ar_steps=len(counts), schedule=schedule_of(policy, recipe.sampling),
     )  # fmt: skip
 
-    # 1. rollout and reward, every image of a prompt on one process
+    # 1. rollout and reward of this process's images
+    shares = deal(config.prompts_per_update, config.group_size, processes.world)
+    places, members = np.array(shares[processes.rank]).T
     with processes.together():
-        records = [sample.record for sample in stream.take(config.prompts_per_update)]
-        places = [processes.rank + processes.world * i for i in range(len(records))]
-        keys = [noise_key(recipe.seed, update, place, g) for place in places for g in range(config.group_size)]
-        batches = make_images(recipe, policy, records, keys, steps, rewards)
+        records = [sample.record for sample in stream.take(config.prompts_per_update, places.tolist())]
+        wanted = [
+            Wanted(place, member, one, noise_key(recipe.seed, update, place, member))
+            for (place, member), one in zip(shares[processes.rank], records, strict=True)
+        ]
+        batches = make_images(recipe, policy, wanted, steps, rewards)
 
-    # 2. advantages of the whole update, then this process's share (every world-th prompt)
+    # 2. advantages of the whole update, then those of this process's images
     names = list(recipe.rewards.components)
     everyone = processes.gather({name: np.concatenate([each.rewards[name] for each in batches]) for name in names})
-    grouped = {
-        name: torch.from_numpy(
-            np.stack([scores[name].reshape(-1, config.group_size) for scores in everyone], axis=1)
-        ).flatten(0, 1)
-        for name in names
-    }
+    grouped = {name: torch.empty(config.prompts_per_update, config.group_size) for name in names}
+    for images, scores in zip(shares, everyone, strict=True):
+        for name, values in scores.items():
+            grouped[name][tuple(np.array(images).T)] = torch.from_numpy(values)
     whole = advantages(grouped, recipe.rewards.components, algorithm.advantage)
-    advantage = whole[processes.rank :: processes.world].flatten()
+    advantage = whole[places, members]
     numbers: dict[str, float] = {}
     live_groups = torch.zeros(config.prompts_per_update, dtype=torch.bool)
     for name, table in grouped.items():

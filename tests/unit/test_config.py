@@ -108,8 +108,7 @@ REFUSED = {
     "gate.score=heatmap/strict": "gate.score 'heatmap/strict' and rewards.components do not fit",
     "sampling.noise_level=0": "sampling.noise_level 0 (the ODE) and the policy gradient do not fit",
     "sampling.diffusion_steps=1": "sampling.diffusion_steps 1 and the policy gradient do not fit",
-    "training.prompts_per_update=33": "training.prompts_per_update: 33 prompts cannot be shared evenly by 2 processes",
-    "training.micro_batch=4": "training: micro_batch 4 cannot hold one group of group_size 8",
+    "training.processes=257": "training.processes 257: an update has 256 images, one process had none",
     "algorithm.scored_ar_steps.count=13": "algorithm.scored_ar_steps.count 13 and sampling.ar_steps 12 do not fit",
     "algorithm.scored_diffusion_steps.count=11": "algorithm.scored_diffusion_steps.count 11 and sampling",
     "algorithm.scored_ar_steps={count: 2, draw: ar_step}": "algorithm.scored_ar_steps.draw 'ar_step' means nothing",
@@ -154,7 +153,7 @@ def test_parts_are_judged_together() -> None:
     for part in ("head", "both"):
         changes = [f"algorithm.trained={part}", "optimizer.head_learning_rate=1e-5", "optimizer.head_ema_decay=0.9"]
         assert load_recipe('{"name": "a"}', changes)
-    assert load_recipe('{"name": "a"}', ["training.prompts_per_update=33", "training.processes=3"])
+    assert load_recipe('{"name": "a"}', ["training.prompts_per_update=33", "training.micro_batch=5"])
     own = ['rewards.components={"my.scorers:fun": 1}', "gate.score=heatmap/strict"]
     assert load_recipe('{"name": "a"}', own).gate.score == "heatmap/strict"
 

@@ -130,16 +130,19 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def spawn(folder: Path, prefix: str, *overrides: str) -> list[tuple[int, str]]:
-    """Two processes as torchrun would start them; exit code and stderr of each."""
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.unit.toy_run", str(folder), prefix, *overrides]
+def spawn(
+    folder: Path, prefix: str, *overrides: str, world: int = 2, module: str = "tests.unit.toy_run"
+) -> list[tuple[int, str]]:
+    """Processes as torchrun would start them, here of this module; exit code and stderr of each."""
+    group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    group["GLOO_SOCKET_IFNAME"] = "lo"
+    command = [sys.executable, "-m", module, str(folder), prefix, *overrides]
     ranks = [
         subprocess.Popen(
             command, env=os.environ | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
             cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True,
         )
-        for rank in range(2)
+        for rank in range(world)
     ]  # fmt: skip
     return [(rank.wait(timeout=120), (rank.communicate()[1] or "")) for rank in ranks]
 
