@@ -16,13 +16,18 @@ from mar_grpo.errors import InputError, MarGrpoError
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # a help text may hold brackets, which are markup otherwise; so for every app below
     add_completion=False,
     help="Reinforcement-learning fine-tuning of autoregressive-plus-diffusion image generators. "
     "Exit codes: 2 wrong input or recipe, 3 unhealthy training, 75 try again, 130 interrupted.",
 )
-recipe_app = typer.Typer(no_args_is_help=True, help="Recipes that ship with the package, and what they resolve to.")
+recipe_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Recipes that ship with the package, and what they resolve to."
+)
 app.add_typer(recipe_app, name="recipe")
-checkpoint_app = typer.Typer(no_args_is_help=True, help="What a checkpoint is, and the same in another layout.")
+checkpoint_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="What a checkpoint is, and the same in another layout."
+)
 app.add_typer(checkpoint_app, name="checkpoint")
 
 

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from rich.console import Console
 
 from mar_grpo import cli
 from mar_grpo.launch import processes
 from mar_grpo.progress import View, parse
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[list[str], Any]]:
+    """Every command and group of the CLI with the words that lead to it."""
+    yield list(path), group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, *path, name)
+
+
+COMMANDS = list(commands(typer.main.get_command(cli.app)))
 
 
 def call(*arguments: str) -> int:
@@ -26,6 +40,32 @@ def call(*arguments: str) -> int:
         except SystemExit as stopped:
             return int(stopped.code or 0)
     return 0
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(["mar-grpo", *path]) for path, _ in COMMANDS])
+def test_help_of_every_command(path: list[str], command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*path, "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(["mar-grpo", *path, "["]) in lines[0]
+    assert (command.help.splitlines()[0].split()[0]) in lines[2]
+    assert all(option in " ".join(lines) for parameter in command.params for option in getattr(parameter, "opts", []))
+    assert command.rich_markup_mode is None, "brackets in its help are read as markup"
+
+
+def test_help_on_a_terminal_with_colours() -> None:
+    """What a terminal is for typer and rich is decided when they are imported, hence a process of its own."""
+    code = (
+        "import sys; from tests.unit.test_cli import COMMANDS, call; "
+        "sys.exit(max(call(*path, '--help') for path, _ in COMMANDS))"
+    )
+    colours = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "80"}
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | colours, capture_output=True, text=True, check=False
+    )
+    assert (told.returncode, told.stderr) == (0, "")
+    assert told.stdout.count("Usage: ") == len(COMMANDS)
+    assert "s3://BUCKET[/PREFIX]" in told.stdout
+    assert max(map(len, told.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
