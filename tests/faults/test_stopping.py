@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C in training: what was done is saved, all processes end in time, and nothing is computed otherwise."""
+"""SIGTERM and Ctrl-C in training: what was done is saved, processes end in time, nothing is computed otherwise."""
 
 from __future__ import annotations
 
