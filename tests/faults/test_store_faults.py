@@ -27,26 +27,6 @@ BUCKET = object_store.BUCKET
 
 
 @pytest.fixture
-def start_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def start(*options: str) -> Server:
-        folder = tmp_path / f"server{len(servers)}"
-        folder.mkdir()
-        server = Server(folder, *options)
-        server.start()
-        servers.append(server)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.ports['s3.port']}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
-        return server
-
-    yield start
-    for server in servers:
-        server.kill()
-
-
-@pytest.fixture
 def line(s3_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     """A line to the session's server that this test's stores use."""
     line = Line(int(s3_environment["AWS_ENDPOINT_URL"].rpartition(":")[2]))

@@ -80,9 +80,11 @@ def speaking(policy: Policy) -> Policy:
     return policy
 
 
-def prepare(folder: Path, policy: Policy | None = None, asked: Sequence[str] = PROMPTS) -> None:
-    """Publish a checkpoint and prompts in a file store."""
-    store = Store(folder / "store")
+def prepare(
+    folder: Path, policy: Policy | None = None, asked: Sequence[str] = PROMPTS, store: Store | None = None
+) -> None:
+    """Publish a checkpoint and prompts in a store, by default one of files in the folder."""
+    store = store or Store(folder / "store")
     store.make_root()
     start = save_policy(policy or toy.policy(), folder / "policy")
     checkpoint = publish_checkpoint(start, store, "checkpoint", step=0)
