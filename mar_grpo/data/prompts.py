@@ -16,7 +16,16 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mar_grpo.errors import InputError
 from mar_grpo.store import canonical_json, parse_json, read_uri
@@ -87,12 +96,14 @@ class PromptRecord(_Part):
         return prompt
 
     @model_validator(mode="after")
-    def _consistent(self) -> PromptRecord:
+    def _consistent(self, info: ValidationInfo) -> PromptRecord:
         if self.tag in GENEVAL_TAGS and not self.include:
             raise ValueError(f"a record tagged {self.tag} needs at least one entry in include")
         for place, entry in enumerate(self.include):
             if entry.position and entry.position[1] >= place:
                 raise ValueError(f"include[{place}].position refers to entry {entry.position[1]}, which is not earlier")
+        if info.mode == "json" and not self.metadata:
+            return self  # texts that come out of JSON are whole
         try:
             canonical_json(self.as_dict())
         except InputError as error:  # half a surrogate pair, an overflowing number
@@ -184,6 +195,14 @@ def validated(fields: Any, *, where: str) -> PromptRecord:
         path = re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, problem["loc"])))
         text = problem["msg"].removeprefix("Value error, ")
         raise InputError(text[0].lower() + text[1:], where=f"{where}, field {path}" if path else where) from error
+
+
+def record_from_json(data: bytes, *, where: str, member: str) -> PromptRecord:
+    """As `validated`, from JSON; `member` is the file it is in."""
+    try:
+        return PromptRecord.model_validate_json(data)
+    except ValidationError:  # read again for the message
+        return validated(parse_json(data, where=f"{where}, member {member}"), where=where)
 
 
 def parse_row(row: Any, *, where: str) -> PromptRecord:
