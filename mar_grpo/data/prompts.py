@@ -229,8 +229,9 @@ def read_prompt_file(uri: str) -> list[PromptRecord]:
     """Records of a prompt file, in order. A row that occurs twice is two equal records (Flow-GRPO weighs so).
 
     Args:
-        uri: path, file:// or s3:// URI of a .json (an array, or JSON Lines), .jsonl or .csv file. In a CSV file
-            `include` and `exclude` hold JSON, and an empty cell is an absent field.
+        uri: path, file:// or s3:// URI of a .json (an array, or JSON Lines), .jsonl, .csv or .parquet file. In a
+            CSV file (and in text columns of Parquet) `include` and `exclude` hold JSON, and an empty cell is an absent
+            field.
 
     Errors: InputError that names the file, the line (in an array the record, from 1 on) and the field.
     """
@@ -296,4 +297,23 @@ def _csv_rows(data: bytes, name: str) -> Iterator[tuple[str, Any]]:
         raise InputError(f"not valid CSV: {error}", where=f"{name}, line {table.line_num}") from error
 
 
-_READERS = {".json": _json_rows, ".jsonl": _line_rows, ".csv": _csv_rows}
+def _parquet_rows(data: bytes, name: str) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError("Parquet needs pyarrow", where=name, hint="pip install 'mar-grpo[data]'") from error
+    try:
+        rows = pyarrow.parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"not a readable Parquet file: {' '.join(str(error).split())[:200]}", where=name) from error
+    for number, row in enumerate(rows, 1):
+        where = f"{name}, record {number}"
+        filled = {column: cell for column, cell in row.items() if cell is not None}
+        for column in ("include", "exclude"):
+            if isinstance(filled.get(column), str):
+                filled[column] = parse_json(filled[column].encode(), where=f"{where}, field {column}")
+        yield where, filled
+
+
+_READERS = {".json": _json_rows, ".jsonl": _line_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
