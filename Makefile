@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := models,pipelines,store,dev
+EXTRAS := models,pipelines,data,store,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help install run test lint format compile clean

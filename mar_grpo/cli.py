@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from mar_grpo.commands import prompts as prompt_commands
 from mar_grpo.commands.options import CheckpointOption, RecipeOption, SetOption, WorkOption, interruptible
 from mar_grpo.errors import InputError, MarGrpoError
 
@@ -29,6 +30,7 @@ checkpoint_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="What a checkpoint is, and the same in another layout."
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(prompt_commands.app, name="prompts")
 
 
 @app.command()
@@ -210,29 +212,6 @@ def sample(
     given = (prompt or [], prompts, checkpoint, with_ or [], recipe, set_ or [])
     with interruptible():
         sample_files(*given, out=out, seeds=range(seed, seed + count), processes=processes, work=work)
-
-
-@app.command()
-def prompts(
-    store: Annotated[str, typer.Option(help="Where to write, s3://BUCKET[/PREFIX] or file:///FOLDER.")],
-    recipe: RecipeOption = "emoji",
-    set_: SetOption = None,
-    prefix: Annotated[str, typer.Option(help="Folder in the store.")] = "prompts",
-) -> None:
-    """Write a recipe's training and held-out prompts as WebDataset shards with their documents."""
-    from mar_grpo.config import load_recipe
-    from mar_grpo.data.build import build_prompt_set
-    from mar_grpo.documents import write_document
-    from mar_grpo.store import Store
-
-    config, place = load_recipe(recipe, set_ or []).data, Store(store)
-    if place.scheme == "file":
-        place.make_root()
-    train_set = build_prompt_set(place, f"{prefix}/train", config, "train")
-    held_out = build_prompt_set(place, f"{prefix}/evaluation", config, "evaluation")
-    for name, made in (("train", train_set), ("evaluation", held_out)):
-        reference = write_document(place, f"{prefix}/{name}.json", made)
-        print(f"{made.samples:6d} samples  {reference.uri}#{reference.sha256}")
 
 
 @app.command()

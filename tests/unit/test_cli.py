@@ -113,11 +113,17 @@ def test_recipe_show_is_a_recipe_with_every_default(capsys: pytest.CaptureFixtur
 
 def test_prompts_are_written_with_their_documents(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     counts = ["--set", "data.train_prompts=12", "--set", "data.evaluation_prompts=12"]
-    assert call("prompts", "--store", str(tmp_path), *counts) == 0
+    assert call("prompts", "build", "--store", str(tmp_path), *counts) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all("#" in line for line in lines)
-    assert (tmp_path / "prompts" / "evaluation.json").exists()
+    document = tmp_path / "prompts" / "evaluation.json"
+    assert document.exists()
+    assert call("prompts", "inspect", str(document), "--examples", "2") == 0
+    assert call("prompts", "verify", str(document)) == 0
+    shard = next((tmp_path / "prompts" / "evaluation").glob("*.tar"))
+    shard.write_bytes(shard.read_bytes()[:1024])
+    assert call("prompts", "verify", str(document)) == 2
 
 
 def test_a_terminal_sees_steps_and_a_pipe_sees_json() -> None:
