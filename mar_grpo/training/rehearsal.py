@@ -59,7 +59,7 @@ class OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rows(HeadRows):
     """All rows of an AR step, the uncertain ones with their trajectories; `uncertain`: how many those are."""
 
@@ -163,7 +163,9 @@ class Rehearsal:
         if self.algorithm.inner_updates == 1:
             return 0
         count = self.algorithm.trajectories.count
-        rows = sum(len(scored) * (self.width(i) + count * self.uncertain(self.width(i))) for i, scored in self.steps.items())
+        rows = sum(
+            len(scored) * (self.width(i) + count * self.uncertain(self.width(i))) for i, scored in self.steps.items()
+        )
         return 4 * images * rows * self.policy.token_dim
 
     @contextmanager
@@ -366,4 +368,3 @@ def _size(step: RecordedStep) -> int:
     parts += [part for part in step.path.std.values() if isinstance(part, Tensor)]
     storages = {id(storage): storage.nbytes() for storage in (part.untyped_storage() for part in parts)}
     return sum(storages.values())
-

@@ -16,7 +16,6 @@ import torch
 
 from mar_grpo.algorithms.loss import backward, kept, record, scales
 from mar_grpo.config import Recipe
-from mar_grpo.models.kl16 import Kl16
 from mar_grpo.models.mar import Mar, MarConfig, MarPolicy
 from mar_grpo.models.policy import Policy
 from mar_grpo.models.vae import Vae
@@ -25,8 +24,8 @@ from mar_grpo.rollout import Guided
 from mar_grpo.training.learner import Learner
 from mar_grpo.training.live import Live
 from mar_grpo.training.memory import Layout, Planner
-from tests.benchmarks.update_models import SIZES, ready, vae
 from tests.benchmarks import update_models
+from tests.benchmarks.update_models import ready, vae
 
 IMAGES = 8  # of an update
 RELEASED = {"scored_ar_steps": {"count": 3}, "scored_diffusion_steps": {"count": 2}}
@@ -133,7 +132,11 @@ def measured(case: Case) -> tuple[int, int, dict[str, int]]:
             for batch in batches:
                 conditioning = policy.encode_prompts([case.prompts] * (at_once // group))
                 with torch.no_grad():
-                    anchor = None if learner.reference is None else Guided.of(learner.reference, conditioning, config.sampling)
+                    anchor = (
+                        None
+                        if learner.reference is None
+                        else Guided.of(learner.reference, conditioning, config.sampling)
+                    )
                 guided = Guided.of(policy, conditioning, config.sampling)
                 advantage = torch.linspace(-1, 1, at_once)
                 backward(guided, anchor, batch, advantage, planner_steps, factors, algorithm)
