@@ -1,4 +1,4 @@
-"""python -m tests.benchmarks.plan [--family nova|mar|harmon]: the planner's estimates beside measured peaks, on the CPU.
+"""python -m tests.benchmarks.plan [--family F]: the planner's estimates beside measured peaks, on the CPU.
 
 Two updates of a recipe in two micro-batches, for real: weights, reference, optimiser, rollout, decoding, gradient and
 step. Measured is the largest number of bytes in tensors that were alive at once (`training.live`), all weights
