@@ -18,7 +18,7 @@ from mar_grpo.training.memory import GIB, Estimate, Layout, Planner
 def choose(recipe: Recipe, policy: Policy, *, gpus: int, memory_bytes: int) -> tuple[Estimate, str]:
     """The first layout that fits, tried from the recipe's own on, and a sentence that says what to change.
 
-    The sentence is empty where the recipe fits as it is; where nothing fits the estimate is the smallest that was found.
+    The sentence is empty where the recipe fits as it is; where nothing fits the estimate is the smallest found.
     """
     planner = Planner(recipe, policy)
     own = Layout(processes=gpus, micro_batch=recipe.training.micro_batch)
@@ -30,9 +30,9 @@ def choose(recipe: Recipe, policy: Policy, *, gpus: int, memory_bytes: int) -> t
     least = min(tried, key=lambda each: each.bytes)
     largest = max(least.always, key=lambda name: least.always[name])
     return least, (
-        f"Nothing fits: with {_changes(own, least.layout)} it still takes {least.bytes / GIB:.1f} GiB, the largest part "
-        f"that always lives is {largest} ({least.always[largest] / GIB:.1f} GiB), the peak is in {least.phase}; use more "
-        "GPUs, training.lora, or fewer scored AR steps."
+        f"Nothing fits: with {_changes(own, least.layout)} it still takes {least.bytes / GIB:.1f} GiB, the largest "
+        f"part that always lives is {largest} ({least.always[largest] / GIB:.1f} GiB), the peak is in {least.phase}; "
+        "use more GPUs, training.lora, or fewer scored AR steps."
     )
 
 

@@ -69,7 +69,7 @@ class FlowSchedule(Schedule):
         self.last_step_deterministic = last_step_deterministic
         smallest = _shifted(1.0 / num_train_timesteps, shift)
         steps = _shifted(np.linspace(1.0, smallest, num_steps), shift)
-        self.sigmas = torch.tensor([*steps, 0.0], dtype=torch.float32, device="cpu")  # even where models are on meta
+        self.sigmas = torch.tensor([*steps, 0.0], dtype=torch.float32)
         sigmas = self.sigmas.double().tolist()
         rows = []
         for j, (now, after) in enumerate(pairwise(sigmas)):

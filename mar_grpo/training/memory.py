@@ -90,7 +90,7 @@ class Planner:
         self._found: dict[tuple[Any, ...], Estimate] = {}
 
     def draws(self) -> Steps:
-        """The scored steps of the update that records most, of all that the run will make: they are known beforehand."""
+        """The scored steps of the update that records most, of all of the run: they are known beforehand."""
         recipe, algorithm = self.recipe, self.recipe.algorithm
         counts = self.policy.mask_schedule(recipe.sampling.ar_steps)
         schedule = schedule_of(self.policy, recipe.sampling)

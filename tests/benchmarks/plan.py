@@ -187,8 +187,10 @@ def main() -> int:
             row = compare(case)
             worst = max(worst, abs(row.error), abs(row.error_above))
             sizes = [size / 2**20 for size in (row.estimate, row.measured, *row.above)]
-            print(f"{row.name:<14}{sizes[0]:>10.1f}{sizes[1]:>10.1f}{row.error:>8.1%}{sizes[2]:>10.1f}{sizes[3]:>10.1f}"
-                  f"{row.error_above:>8.1%}  " + ", ".join(f"{name} {a / 2**20:.1f}/{b / 2**20:.1f}" for name, (a, b) in row.phases.items()), flush=True)  # fmt: skip
+            first = f"{row.name:<14}{sizes[0]:>10.1f}{sizes[1]:>10.1f}{row.error:>8.1%}"
+            second = f"{sizes[2]:>10.1f}{sizes[3]:>10.1f}{row.error_above:>8.1%}  "
+            phases = ", ".join(f"{name} {a / 2**20:.1f}/{b / 2**20:.1f}" for name, (a, b) in row.phases.items())
+            print(first + second + phases, flush=True)
     return int(worst >= 0.15)
 
 
