@@ -215,6 +215,30 @@ def sample(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="Name, path or URI of a recipe.")],
+    gpu_memory_gib: Annotated[float, typer.Option(min=0.001, help="Memory of one GPU, GiB.")],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs, a process each.")] = 1,
+    checkpoint: Annotated[str | None, typer.Option(help="Else the recipe's; published://NAME for a size.")] = None,
+    set_: SetOption = None,
+    json_: Annotated[Path | None, typer.Option("--json", help="File for the numbers.")] = None,
+    work: WorkOption = Path(".mar-grpo"),
+) -> None:
+    """Memory that training a recipe takes, from shapes alone, and what to change (exit code 2 where nothing fits)."""
+    from rich.console import Console
+
+    from mar_grpo.commands import plan as planning
+    from mar_grpo.config import load_recipe
+    from mar_grpo.models.outlines import outline
+
+    loaded, memory = load_recipe(recipe, set_ or []), int(gpu_memory_gib * 2**30)
+    policy = outline(checkpoint or loaded.checkpoint.uri, work / "checkpoints")
+    estimate, advice = planning.choose(loaded, policy, gpus=gpus, memory_bytes=memory)
+    planning.show(estimate, advice, memory, Console(), json_)
+    raise SystemExit(0 if estimate.bytes <= memory else 2)
+
+
+@app.command()
 def report(
     run: Annotated[str, typer.Option(help="URI of a finished run, STORE/runs/NAME.")],
     out: Annotated[Path, typer.Option(help="HTML file.")],
