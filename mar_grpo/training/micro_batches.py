@@ -52,7 +52,7 @@ def make_images(
         keys: noise key of each image, the first `group_size` are the first prompt's.
 
     Raises:
-        UnhealthyError: a reward is not finite; names prompt, place in the group, and component.
+        UnhealthyError: an image's tokens or a reward are not finite; names prompt, place in the group, and component.
     """
     size = recipe.training.group_size
     prompts_at_once = recipe.training.micro_batch // size
@@ -64,6 +64,10 @@ def make_images(
             guided = Guided.of(policy, policy.encode_prompts([r.prompt for r in some]), recipe.sampling).rows(index)
             batch = record(guided, index, keys[start * size :][: len(index)], steps, recipe.algorithm)
             images = policy.decode(batch.rollout.tokens).cpu()
+            finite = batch.rollout.tokens.isfinite().flatten(1).all(1).cpu().numpy()  # bytes would not show it
+            for bad in np.flatnonzero(~finite)[:1]:
+                where, hint = _place(some, size, bad), "lower optimizer.learning_rate; the last checkpoint is intact"
+                raise UnhealthyError("the tokens of an image are not finite", where=where, hint=hint)
             asked = [r.as_dict() for r in some for _ in range(size)]
             scores = partial(_scores, rewards, images, asked, some)
             waiting.append((some, batch, worker.submit(scores).result if worker else scores))
@@ -113,10 +117,15 @@ def _scores(
     size = len(asked) // len(records)
     for name, values in scores.items():
         for bad in np.flatnonzero(~np.isfinite(values))[:1]:
-            prompt = records[bad // size]
             raise UnhealthyError(
                 f"the reward {name!r} is {values[bad]}",
-                where=f"prompt {prompt.prompt_id} {prompt.prompt[:80]!r}, image {bad % size} of its group",
+                where=_place(records, size, bad),
                 hint="the scorer must return a finite number for every image",
             )
     return scores
+
+
+def _place(records: Sequence[PromptRecord], size: int, image: int) -> str:
+    """Which image it is, for messages."""
+    prompt = records[image // size]
+    return f"prompt {prompt.prompt_id} {prompt.prompt[:80]!r}, image {image % size} of its group"
