@@ -124,6 +124,7 @@ def train(
                     states.wait_alone()
                     raise stopping.error(stopping.code, update) from None
                 update += 1
+                health.tensors(update, "weight", learner.parameters)
                 row: dict[str, Any] = {"update": update, **numbers, "seconds": time.monotonic() - started}
                 if config.held_out_every and update % config.held_out_every == 0:
                     row |= look()
@@ -214,6 +215,7 @@ def _update(
         merged = LossParts()
         for sums in processes.gather(parts.numbers()):
             merged.merge(LossParts.of(sums))
+        health.tensors(update + 1, "gradient", {name: value.grad for name, value in learner.parameters.items()})
         numbers |= {"gradient_norm": learner.clip(), **merged.means()}
         health.finite(update + 1, numbers)
         learner.optimizer.step()

@@ -195,6 +195,43 @@ def test_rewards_beside_the_next_rollout_change_nothing(toy_folder: Path, monkey
     assert threads and threading.get_ident() not in threads
 
 
+@pytest.mark.parametrize("what", ["gradient", "weight"])
+def test_a_tensor_that_is_not_finite_is_named(what: str) -> None:
+    health, named = Health(HealthConfig()), {"a.weight": torch.ones(3), "b.bias": torch.zeros(2), "c": None}
+    health.tensors(1, what, named)
+    health.tensors(1, what, {"huge": torch.full((2,), 1e30)})  # only its norm is infinite
+    named["b.bias"] = torch.tensor([0.0, float("-inf")])
+    with pytest.raises(UnhealthyError, match=rf"the {what} of b\.bias is not finite \(update 4, -inf in b\.bias\)"):
+        health.tensors(4, what, named)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, stepped = trainer.gradient, []
+
+    def spoiled(recipe: Any, policy: Any, *rest: Any) -> Any:
+        parts = work(recipe, policy, *rest)
+        next(p for p in policy.trunk_parameters() if p.grad is not None).grad.flatten()[0] = float("nan")
+        return parts
+
+    monkeypatch.setattr(trainer, "gradient", spoiled)
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda *_, **__: stepped.append(1))
+    failed(toy_folder, UnhealthyError, r"the gradient of \S+ is not finite \(update 1, nan in")
+    assert not stepped
+
+
+def test_an_image_that_is_not_finite_is_named(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = micro_batches.record
+
+    def spoiled(*given: Any) -> Any:
+        batch = work(*given)
+        batch.rollout.tokens[4, 0, 0] = float("inf")
+        return batch
+
+    monkeypatch.setattr(micro_batches, "record", spoiled)
+    what = r"tokens of an image are not finite \(prompt [0-9a-f]{16} '.*', image 1 of its group\)"
+    failed(toy_folder, UnhealthyError, what)
+
+
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
