@@ -108,6 +108,11 @@ class Recipe(BaseModel):
         images, processes = self.training.prompts_per_update * self.training.group_size, self.training.processes
         if images < processes:
             raise ValueError(f"training.processes {processes}: an update has {images} images, one process had none")
+        if self.training.parallel == "fsdp" and images % processes:
+            raise ValueError(
+                f"training.parallel 'fsdp' and {images} images an update do not fit: sharded processes call the policy "
+                f"together, so that each of {processes} must have as many images"
+            )
         judge = self.gate.score.split("/")[0]
         if judge in {name.split("/")[0] for name in self.rewards.components}:
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from mar_grpo.training.health import HealthConfig
@@ -24,6 +26,11 @@ class TrainingConfig(BaseModel):
         stop_grace_seconds: from SIGTERM or Ctrl-C to the end of the processes, half of it for the update under way.
         store_patience_seconds: how long a store that is away is waited for; training goes on with what it has.
         lora: adapters are trained instead of the part's own weights; None: its own weights.
+        parallel: `ddp`, every process has the whole policy; `fsdp`, the trunk's blocks are shared out over the
+            processes (FSDP2), whole during rollouts only. One process has the whole policy in either case.
+        precision: of the transformer's weights; with `bfloat16`, gradients are summed and steps are made in float32.
+        activation_checkpointing: the backward pass makes the activations inside the trunk's blocks again instead of
+            keeping them: a third more work, the same numbers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,3 +50,6 @@ class TrainingConfig(BaseModel):
     store_patience_seconds: float = Field(300.0, gt=0, allow_inf_nan=False)
     health: HealthConfig = HealthConfig()
     lora: LoraConfig | None = None
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    activation_checkpointing: bool = False

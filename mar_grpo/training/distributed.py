@@ -1,9 +1,14 @@
-"""The processes of one run: torchrun's group (gloo on CPU), or a single process without one."""
+"""The processes of one run: torchrun's group (gloo on CPU, NCCL between GPUs), or a single process without one.
+
+Where each process has the whole policy, its gradient is summed in one message when all micro-batches are done. That is
+what DistributedDataParallel computes, without a wrapper around the policy.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
@@ -12,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from mar_grpo.errors import MarGrpoError
 
@@ -22,11 +29,14 @@ class Processes:
     def __init__(self) -> None:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
-        self.device = torch.device("cpu")
+        self.device, backend = torch.device("cpu"), "gloo"
         if torch.cuda.is_available():
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+            if int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) <= torch.cuda.device_count():
+                backend = "cpu:gloo,cuda:nccl"  # which refuses two processes on one GPU
         if self.world > 1:
-            dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+            dist.init_process_group(backend, timeout=timedelta(minutes=10))
 
     def __enter__(self) -> Processes:
         return self
@@ -39,12 +49,20 @@ class Processes:
     def first(self) -> bool:
         return self.rank == 0
 
+    def mesh(self) -> DeviceMesh | None:
+        """All processes, to share a policy out over; None where there is one."""
+        return init_device_mesh(self.device.type, (self.world,)) if self.world > 1 else None
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace every gradient by its sum over the processes, in one message; where there is none it is 0."""
+        """Replace every gradient by its sum over the processes, in one message; where there is none it is 0.
+
+        Those of sharded parameters are sums already.
+        """
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if self.world == 1:
+        parameters = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        if self.world == 1 or not parameters:
             return
         flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
         dist.all_reduce(flat)
@@ -89,6 +107,14 @@ def deal(groups: int, size: int, world: int) -> list[list[tuple[int, int]]]:
     return [images[first:end] for first, end in pairwise(ends)]
 
 
-def checksum(parameters: Sequence[Tensor]) -> float:
-    """A number that two ranks share only if their parameters are equal, float64 sum of |p| and p."""
-    return float(sum(p.detach().double().abs().sum() + p.detach().double().sum() * 0.5 for p in parameters))
+def digest(values: Iterable[Tensor]) -> str:
+    """sha256 of the bytes of tensors, 64 hex digits."""
+    found = hashlib.sha256()
+    for value in values:
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def local(value: Tensor) -> Tensor:
+    """This process's part of a tensor that may be sharded, without gradient."""
+    return value.to_local().detach() if isinstance(value, DTensor) else value.detach()

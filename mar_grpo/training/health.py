@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from mar_grpo.errors import UnhealthyError
+from mar_grpo.training.distributed import local
 
 
 class HealthConfig(BaseModel):
     """Args:
     patience: updates in a row without one group whose rewards differ, after which the run stops as collapsed.
-    compare_every: updates between comparisons of the parameters of all ranks.
+    compare_every: updates between comparisons of what all ranks must have the same: parameters, optimiser steps, place
+        in the prompts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,9 +61,10 @@ class Health:
         Costs one fused pass and one synchronisation.
 
         Args:
-            kind: what they are, `gradient` or `weight`; named: by name, None where there is none.
+            kind: what they are, `gradient` or `weight`; named: by name, None where there is none;
+                of what is sharded this process's part is looked at.
         """
-        there = {name: value.detach() for name, value in named.items() if value is not None}
+        there = {name: local(value) for name, value in named.items() if value is not None}
         if not there or torch.stack(torch._foreach_norm(list(there.values()))).isfinite().all():
             return
         wrong = [name for name, value in there.items() if not value.isfinite().all()]
@@ -73,14 +78,25 @@ class Health:
             hint="lower optimizer.learning_rate; the last checkpoint is intact",
         )
 
-    def compare(self, update: int, sums: Sequence[float]) -> None:
-        """Raises UnhealthyError when parameters are not finite, or naming the first rank that differs from rank 0."""
-        if not math.isfinite(sums[0]):
+    def compare(self, update: int, said: Sequence[Mapping[str, Any]]) -> None:
+        """Compare what the ranks have: `finite`, whether their parameters are, and what must be the same.
+
+        Raises:
+            UnhealthyError: parameters are not finite; or naming the rank that differs from most (of two: rank 1).
+        """
+        if not all(each["finite"] for each in said):
             hint = "lower optimizer.learning_rate; the last checkpoint is intact"
             raise UnhealthyError("the parameters are not finite", where=f"update {update}", hint=hint)
-        for rank, value in enumerate(sums):
-            if value != sums[0]:
-                raise UnhealthyError(f"the parameters of rank {rank} differ from rank 0's", where=f"update {update}")
+        for name in said[0]:
+            values = [each[name] for each in said]
+            usual = Counter(values).most_common(1)[0][0]
+            for rank, value in enumerate(values):
+                if value != usual:
+                    raise UnhealthyError(
+                        f"rank {rank} has another {name} than rank {values.index(usual)}",
+                        where=f"update {update}",
+                        hint="its memory or device may be faulty; the last checkpoint is from when all were the same",
+                    )
 
     def _count(self, numbers: Mapping[str, float]) -> None:
         self._dead_updates = 0 if numbers["live_groups"] > 0 else self._dead_updates + 1

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 class OptimizerConfig(BaseModel):
@@ -40,8 +41,12 @@ def make_optimizer(
     own = {id(parameter) for parameter in head}
     rate = config.learning_rate
     groups: list[dict[str, Any]] = [
-        {"params": [parameter for parameter in parameters if (id(parameter) in own) == is_head], "peak": peak}
+        {
+            "params": [p for p in parameters if (id(p) in own, isinstance(p, DTensor)) == (is_head, sharded)],
+            "peak": peak,
+        }
         for is_head, peak in ((False, rate), (True, config.head_learning_rate or rate))
+        for sharded in (False, True)  # no kernel takes both
     ]
     groups = [group for group in groups if group["params"]]
     if config.kind == "sgd":

@@ -11,7 +11,7 @@ MAY_CHANGE = (
     "name", "data.cache_bytes", "evaluation", "evaluation_sampling", "gate", "training.updates", "training.micro_batch",
     "training.processes", "training.threads", "training.save_every", "training.keep", "training.held_out_every",
     "training.held_out_prompts", "training.max_relaunches", "training.stop_grace_seconds",
-    "training.store_patience_seconds", "training.health",
+    "training.store_patience_seconds", "training.health", "training.activation_checkpointing",
 )  # fmt: skip
 """Keys, or parts of which every key may change. How an update is split changes its rounding only."""
 

@@ -16,6 +16,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from mar_grpo.noise import noise_key
 from mar_grpo.rewards.mix import RewardMix
 from mar_grpo.rollout import schedule_of
 from mar_grpo.store import Store
-from mar_grpo.training.distributed import Processes, checksum, deal
+from mar_grpo.training.distributed import Processes, deal
 from mar_grpo.training.health import Health
 from mar_grpo.training.learner import Learner
 from mar_grpo.training.micro_batches import Wanted, gradient, make_images
@@ -75,7 +76,7 @@ def train(
     with Processes() as processes, Stopping(config.stop_grace_seconds) as stopping:
         policy = load_policy(fetch_checkpoint(checkpoint, work / f"rank{processes.rank}"))
         policy.keep_features(store)
-        learner = Learner(recipe, policy, processes.device)
+        learner = Learner(recipe, policy, processes.device, processes.mesh() if config.parallel == "fsdp" else None)
         prompt_set = read_document(prompts, PromptSet)
         stream = PromptStream(
             prompt_set, store, seed=recipe.seed, rank=processes.rank, world=processes.world,
@@ -124,13 +125,15 @@ def train(
                     states.wait_alone()
                     raise stopping.error(stopping.code, update) from None
                 update += 1
-                health.tensors(update, "weight", learner.parameters)
+                with processes.together():
+                    health.tensors(update, "weight", learner.parameters)
                 row: dict[str, Any] = {"update": update, **numbers, "seconds": time.monotonic() - started}
                 if config.held_out_every and update % config.held_out_every == 0:
                     row |= look()
                 save = update % config.save_every == 0 or update == config.updates
                 if save or update % config.health.compare_every == 0:
-                    health.compare(update, processes.gather(checksum(learner.trained)))
+                    mine = learner.fingerprint() | {"place in the prompts": str(stream.state())}
+                    health.compare(update, processes.gather(mine))
                 metrics.append(row)
                 if processes.first:
                     report(row)
@@ -145,9 +148,10 @@ def train(
                 with contextlib.suppress(RetryableError):
                     _finish(recipe, quick, prefix, metrics, outcome, failure, None, update, time.monotonic() - began)
             raise
+        finished = learner.finished()
         if not processes.first:
             return None
-        folder = save_policy(learner.finished(), work / "trained")
+        folder = save_policy(finished, work / "trained")
         published = publish_checkpoint(
             folder, store, f"{prefix}/checkpoint", step=update, parent=checkpoint.sha256, recipe_digest=recipe.digest
         )
@@ -174,7 +178,7 @@ def _update(
     # 1. rollout and reward of this process's images
     shares = deal(config.prompts_per_update, config.group_size, processes.world)
     places, members = np.array(shares[processes.rank]).T
-    with processes.together():
+    with learner.gathered(), processes.together():
         records = [sample.record for sample in stream.take(config.prompts_per_update, places.tolist())]
         wanted = [
             Wanted(place, member, one, noise_key(recipe.seed, update, place, member))
@@ -209,16 +213,17 @@ def _update(
     numbers["learning_rate"] = learner.set_rate(update)
     for _ in range(algorithm.inner_updates):
         learner.optimizer.zero_grad(set_to_none=True)
-        with processes.together():
+        with nullcontext() if learner.sharded else processes.together():
             parts = gradient(recipe, policy, learner.reference, batches, advantage, steps, weights)
         processes.sum_gradients(learner.trained)
         merged = LossParts()
         for sums in processes.gather(parts.numbers()):
             merged.merge(LossParts.of(sums))
-        health.tensors(update + 1, "gradient", {name: value.grad for name, value in learner.parameters.items()})
+        with processes.together():  # of what is sharded each sees its part
+            health.tensors(update + 1, "gradient", {name: value.grad for name, value in learner.parameters.items()})
         numbers |= {"gradient_norm": learner.clip(), **merged.means()}
         health.finite(update + 1, numbers)
-        learner.optimizer.step()
+        learner.step()
     learner.end(update)
     return numbers
 

@@ -37,6 +37,7 @@ training.threads training.save_every training.keep.last training.keep.best train
 training.held_out_every training.held_out_prompts training.max_relaunches training.stop_grace_seconds
 training.store_patience_seconds
 training.health.patience training.health.compare_every training.lora.rank training.lora.alpha training.lora.targets
+training.parallel training.precision training.activation_checkpointing
 evaluation.samples_per_prompt evaluation.seed
 evaluation_sampling.ar_steps evaluation_sampling.diffusion_steps evaluation_sampling.guidance_scale
 evaluation_sampling.guidance_renorm evaluation_sampling.guidance_schedule evaluation_sampling.noise_level
@@ -109,6 +110,7 @@ REFUSED = {
     "sampling.noise_level=0": "sampling.noise_level 0 (the ODE) and the policy gradient do not fit",
     "sampling.diffusion_steps=1": "sampling.diffusion_steps 1 and the policy gradient do not fit",
     "training.processes=257": "training.processes 257: an update has 256 images, one process had none",
+    "training={parallel: fsdp, processes: 3}": "training.parallel 'fsdp' and 256 images an update do not fit",
     "algorithm.scored_ar_steps.count=13": "algorithm.scored_ar_steps.count 13 and sampling.ar_steps 12 do not fit",
     "algorithm.scored_diffusion_steps.count=11": "algorithm.scored_diffusion_steps.count 11 and sampling",
     "algorithm.scored_ar_steps={count: 2, draw: ar_step}": "algorithm.scored_ar_steps.draw 'ar_step' means nothing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from mar_grpo.documents import Checkpoint, DocumentRef, PromptSet, TrainingRun, 
 from mar_grpo.errors import InputError, RetryableError, UnhealthyError
 from mar_grpo.store import Store
 from mar_grpo.training import micro_batches, trainer
-from mar_grpo.training.distributed import Processes, checksum
+from mar_grpo.training.distributed import Processes, digest
 from mar_grpo.training.health import Health, HealthConfig
 from mar_grpo.training.optimization import OptimizerConfig, make_optimizer, set_rate
 from tests.unit import toy, toy_run
@@ -293,23 +294,26 @@ def test_health_names_the_number_that_is_not_finite(value: float) -> None:
     with pytest.raises(UnhealthyError, match=rf"kl is {value} \(update 7\)"):
         Health(HealthConfig()).check(7, {"live_groups": 1.0, "kl": value})
     with pytest.raises(UnhealthyError, match=r"parameters are not finite \(update 7\)"):
-        Health(HealthConfig()).compare(7, [value, value])
+        Health(HealthConfig()).compare(7, [{"finite": True}, {"finite": math.isfinite(value)}])
 
 
-def test_health_names_the_rank_that_differs() -> None:
-    Health(HealthConfig()).compare(1, [0.5, 0.5])
-    with pytest.raises(UnhealthyError, match="rank 2 differ from rank 0's"):
-        Health(HealthConfig()).compare(1, [0.5, 0.5, 0.5000001])
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_health_names_the_rank_that_differs(wrong: int) -> None:
+    said: list[dict[str, Any]] = [{"finite": True, "parameters": "a", "optimiser step": "b"} for _ in range(3)]
+    Health(HealthConfig()).compare(1, said)
+    said[wrong]["optimiser step"] = "c"
+    with pytest.raises(UnhealthyError, match=rf"rank {wrong} has another optimiser step than rank {int(wrong == 0)}"):
+        Health(HealthConfig()).compare(1, said)
 
 
-def test_checksum_sees_one_changed_number() -> None:
-    values = [torch.linspace(-1, 1, 1000), torch.ones(7)]
-    before = checksum(values)
-    assert checksum([value.clone() for value in values]) == before
-    for change in (values[0][1:2], values[1][3:4]):
-        change += 1e-6
-        assert checksum(values) != before
-        change -= 1e-6
+def test_the_digest_sees_what_a_sum_does_not() -> None:
+    values = [torch.linspace(-1, 1, 1000), torch.ones(7), torch.tensor(3.0), torch.ones(2, dtype=torch.bfloat16)]
+    before = digest(values)
+    assert digest([value.clone() for value in values]) == before
+    assert digest([values[0].flip(0), *values[1:]]) != before
+    values[0][1] += 1e-7
+    values[0][2] -= 1e-7
+    assert digest(values) != before
 
 
 def test_one_process_passes_errors_on_as_they_are() -> None:

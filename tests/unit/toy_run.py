@@ -1,16 +1,14 @@
-"""A whole training run that takes a second: checkpoint, prompts, recipe; also as one process of several.
-
-RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m tests.unit.toy_run FOLDER PREFIX KEY=VALUE...
-"""
+"""A whole training run that takes a second: checkpoint, prompts, recipe; also by several processes."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from mar_grpo.store import Store
 from mar_grpo.training.trainer import train
 from tests.unit import toy
 
+START = multiprocessing.get_context("forkserver")
 PROMPTS = ("two red apples", "a dog", "a red circle", "a photo of a dog", "a dog and a circle", "two apples")
 RECIPE: dict[str, Any] = {
     "name": "toy",
@@ -133,20 +132,46 @@ def free_port() -> int:
 
 
 def spawn(
-    folder: Path, prefix: str, *overrides: str, world: int = 2, module: str = "tests.unit.toy_run"
+    folder: Path, prefix: str, *overrides: str, world: int = 2, tamper: Callable[[], None] | None = None
 ) -> list[tuple[int, str]]:
-    """Processes as torchrun would start them, here of this module; exit code and stderr of each."""
+    """A run of several processes; exit code and error of each.
+
+    Args:
+        tamper: called in each before it begins; a function of a module.
+    """
+    START.set_forkserver_preload(["tests.unit.toy_run"])  # imports once
     group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     group["GLOO_SOCKET_IFNAME"] = "lo"
-    command = [sys.executable, "-m", module, str(folder), prefix, *overrides]
+    said = [folder / f"rank{rank}.txt" for rank in range(world)]
     ranks = [
-        subprocess.Popen(
-            command, env=os.environ | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True,
-        )
+        START.Process(target=_rank, args=(group | {"RANK": str(rank)}, folder, prefix, overrides, tamper, said[rank]))
         for rank in range(world)
-    ]  # fmt: skip
-    return [(rank.wait(timeout=120), (rank.communicate()[1] or "")) for rank in ranks]
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+        process.kill()
+        process.join()
+    return [(process.exitcode or 0, text.read_text()) for process, text in zip(ranks, said, strict=True)]
+
+
+def _rank(
+    group: dict[str, str], folder: Path, prefix: str, overrides: Sequence[str], tamper: Callable[[], None] | None,
+    said: Path,
+) -> None:  # fmt: skip
+    os.environ |= group
+    said.write_text("")
+    try:
+        if tamper:
+            tamper()
+        run(folder, prefix, *overrides)
+    except MarGrpoError as error:
+        said.write_text(f"{error}\n")
+        sys.exit(error.exit_code)
+    except BaseException:
+        said.write_text(traceback.format_exc())
+        raise
 
 
 def parameters(folder: Path, run: TrainingRun) -> dict[str, Tensor]:
@@ -163,11 +188,3 @@ def without_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def stored_rows(folder: Path, prefix: str) -> list[dict[str, Any]]:
     """metrics.jsonl of a run."""
     return [json.loads(line) for line in Store(folder / "store").read_bytes(f"{prefix}/metrics.jsonl").splitlines()]
-
-
-if __name__ == "__main__":
-    try:
-        run(Path(sys.argv[1]), *sys.argv[2:])
-    except MarGrpoError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
