@@ -21,9 +21,13 @@ def choose(recipe: Recipe, policy: Policy, *, gpus: int, memory_bytes: int) -> t
     The sentence is empty where the recipe fits as it is; where nothing fits the estimate is the smallest found.
     """
     planner = Planner(recipe, policy)
-    own = Layout(processes=gpus, micro_batch=recipe.training.micro_batch)
+    training = recipe.training
+    own = Layout(
+        processes=gpus, micro_batch=training.micro_batch, parallel=training.parallel, precision=training.precision,
+        checkpointing=training.activation_checkpointing,
+    )  # fmt: skip
     tried: list[Estimate] = []
-    for layout in _layouts(own, recipe.training.group_size):
+    for layout in _layouts(own):
         tried.append(planner.estimate(layout))
         if tried[-1].bytes <= memory_bytes:
             return tried[-1], "" if layout == own else f"It fits with {_changes(own, layout)}."
@@ -36,18 +40,23 @@ def choose(recipe: Recipe, policy: Policy, *, gpus: int, memory_bytes: int) -> t
     )
 
 
-def _layouts(own: Layout, group: int) -> Iterator[Layout]:
-    """From the least change to the largest: smaller micro-batches first, then sharding."""
-    for parallel in ("ddp", "fsdp") if own.processes > 1 else ("ddp",):
-        size = own.micro_batch
-        while size >= group:
-            yield replace(own, micro_batch=size, parallel=parallel)
-            size //= 2
+def _layouts(own: Layout) -> Iterator[Layout]:
+    """From the least change to the largest: smaller micro-batches, then activations made again, then sharding."""
+    for parallel in dict.fromkeys([own.parallel, "fsdp" if own.processes > 1 else own.parallel]):
+        for checkpointing in dict.fromkeys([own.checkpointing, True]):
+            size = own.micro_batch
+            while size:
+                yield replace(own, micro_batch=size, parallel=parallel, checkpointing=checkpointing)
+                size //= 2
 
 
 def _changes(own: Layout, layout: Layout) -> str:
     """Words for what differs."""
-    names = {"micro_batch": "training.micro_batch", "parallel": "training.parallel"}
+    names = {
+        "micro_batch": "training.micro_batch",
+        "parallel": "training.parallel",
+        "checkpointing": "training.activation_checkpointing",
+    }
     found = [
         f"{word}={getattr(layout, key)}" for key, word in names.items() if getattr(own, key) != getattr(layout, key)
     ]
