@@ -89,12 +89,14 @@ def gradient(
     advantage: Tensor,
     steps: Steps,
     scales: Scales,
+    always: bool = False,
 ) -> LossParts:
     """Add the gradient of the loss to whatever of the policy requires one.
 
     Args:
         advantage: of each image, in the order of the micro-batches.
         scales: of the whole update.
+        always: see `backward`.
 
     Raises:
         UnhealthyError: see `backward`.
@@ -108,7 +110,7 @@ def gradient(
             with torch.no_grad():
                 anchor = Guided.of(reference, conditioning, recipe.sampling, unguided=unguided)
         live = Guided.of(policy, conditioning, recipe.sampling, unguided=unguided)
-        parts.merge(backward(live, anchor, each.batch, part, steps, scales, recipe.algorithm))
+        parts.merge(backward(live, anchor, each.batch, part, steps, scales, recipe.algorithm, always))
     return parts
 
 

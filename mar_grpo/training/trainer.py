@@ -214,7 +214,7 @@ def _update(
     for _ in range(algorithm.inner_updates):
         learner.optimizer.zero_grad(set_to_none=True)
         with nullcontext() if learner.sharded else processes.together():
-            parts = gradient(recipe, policy, learner.reference, batches, advantage, steps, weights)
+            parts = gradient(recipe, policy, learner.reference, batches, advantage, steps, weights, learner.sharded)
         processes.sum_gradients(learner.trained)
         merged = LossParts()
         for sums in processes.gather(parts.numbers()):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mar_grpo.store import Store
-from tests.faults.training import STUCK, Training
+from tests.faults.training import STUCK, Training, get_stuck
 from tests.unit import toy_run
 
 REWARD = "rewards.components={tests.faults.training:stuck: 1}"
@@ -87,7 +87,7 @@ def test_ctrl_c_twice_stops_at_once(folder: Path, tmp_path: Path, monkeypatch: p
     training = Training(folder, Store(folder / "store"), "twice", *overrides)
     training.start()
     assert training.done.get(timeout=120) == 1
-    (tmp_path / "stuck").touch()
+    get_stuck(tmp_path / "stuck", 2)
     assert training.launcher is not None
     training.launcher.send_signal(signal.SIGINT)
     for _ in range(20):  # it waits for the update, which never ends

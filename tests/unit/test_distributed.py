@@ -23,7 +23,7 @@ from tests.unit.toy_run import finished, parameters, spawn, stored_rows, without
 
 FSDP, LOW = ["training.parallel=fsdp"], ["training.precision=bfloat16"]
 BOTH = ["algorithm.trained=both"]
-ADAM = ["optimizer.kind=adamw", "optimizer.learning_rate=0.01"]
+ADAM = ["optimizer.kind=adamw", "optimizer.learning_rate=1e-4"]  # it makes steps of gradients that are rounding alone
 
 
 COARSE = ["rewards.components={tests.unit.test_distributed:coarse: 1}"]
@@ -177,3 +177,22 @@ def test_activation_checkpointing_changes_no_number(toy_folder: Path) -> None:
     assert without_time(same) == without_time(rows)
     one, two = parameters(toy_folder, usual), parameters(toy_folder, other)
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_bfloat16_weights_learn_nearly_the_same(toy_folder: Path, world: int) -> None:
+    """What is published is float32: what is not trained to the last bit, what is trained with steps far below one of
+    bfloat16."""
+    changes = [*COARSE, "training.updates=2", "optimizer.learning_rate=1e-3"]
+    usual, rows = finished(toy_folder, "runs/usual", *changes)
+    if world == 1:
+        low, found = finished(toy_folder, "runs/low", *changes, *LOW)
+        weights = parameters(toy_folder, low)
+    else:
+        found, weights = several(toy_folder, "runs/low", *changes, *LOW, *FSDP)
+    assert all(row["gradient_norm"] > 0 for row in found) and found[0] != rows[0]
+    exact, start = parameters(toy_folder, usual), dict(toy.policy().transformer.named_parameters())
+    for name, value in weights.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, start[name]) == torch.equal(exact[name], start[name]), name
+    assert close(weights, exact, 2e-3)
