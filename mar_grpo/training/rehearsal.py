@@ -48,8 +48,8 @@ class OnMeta(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
-            query, key, value, *rest = args
-            mask = rest[0] if rest else kwargs.get("attn_mask")
+            query, key, value = args[:3]
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=query.dtype)  # as the kernels are given it
             fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -179,7 +179,8 @@ class Rehearsal:
         blocks = [each for each in self.policy.transformer.modules() if isinstance(each, Block | PreNormBlock)]
         try:
             for block in blocks if checkpointing else ():
-                block.forward = partial(checkpoint, type(block).forward.__get__(block), use_reentrant=False)  # type: ignore[method-assign]
+                again = partial(checkpoint, block.forward, use_reentrant=False)
+                block.forward = again  # type: ignore[method-assign]
             yield
         finally:
             for block in blocks if checkpointing else ():
@@ -311,8 +312,8 @@ class Rehearsal:
                 trunk = live_bytes.now - before
                 scale = live.scale(step.num_known + step.num_committed)
                 _, gradients = score_rows(
-                    live, whole, anchor if self.reference else None, targets, scale,
-                    self._rows(step, extra[step.index]), schedule, list(self.steps[step.index])[:1], 1.0, {},
+                    live, whole, anchor, targets, scale, self._rows(step, extra[step.index]),
+                    schedule, list(self.steps[step.index])[:1], 1.0, {},
                     algorithm.model_copy(update={"inner_updates": 1, "clip": None}),
                 )  # fmt: skip
                 if conditions[0].requires_grad:
