@@ -34,8 +34,9 @@ STUCK = "TEST_STUCK"
 
 
 def stuck(images: np.ndarray, records: Sequence[Any]) -> np.ndarray:
-    """The toy reward, from a scorer that gives no answer while the file STUCK names is there."""
+    """The toy reward, from a scorer that gives no answer while the file STUCK names is there, and says `met` beside."""
     while os.environ.get(STUCK) and Path(os.environ[STUCK]).exists():
+        Path(os.environ[STUCK]).with_name("met").touch()
         time.sleep(0.02)
     return toy_run.brightness(images, records)
 
