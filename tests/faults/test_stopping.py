@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from mar_grpo.store import Store
-from tests.faults.training import STUCK, Training, get_stuck
+from tests.faults.training import STUCK, Training
 from tests.unit import toy_run
 
 REWARD = "rewards.components={tests.faults.training:stuck: 1}"
@@ -32,6 +33,13 @@ def whole(folder: Path, count: int) -> Training:
         training.start()
         assert training.finish() == (0, "")
     return training
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def same(one: Training, other: Training) -> None:
@@ -68,8 +76,7 @@ def test_an_update_that_takes_too_long_is_abandoned(
     training.start()
     assert training.done.get(timeout=120) == 1
     (tmp_path / "stuck").touch()
-    while not training.done.empty():
-        training.done.get()
+    wait_for(tmp_path / "met")
     assert training.launcher is not None
     training.launcher.send_signal(signal.SIGTERM)
     assert training.finish()[0] == 75
@@ -85,9 +92,9 @@ def test_ctrl_c_twice_stops_at_once(folder: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(STUCK, str(tmp_path / "stuck"))
     overrides = [*LONG, "training.processes=2", "training.stop_grace_seconds=1000"]
     training = Training(folder, Store(folder / "store"), "twice", *overrides)
+    (tmp_path / "stuck").touch()
     training.start()
-    assert training.done.get(timeout=120) == 1
-    get_stuck(tmp_path / "stuck", 2)
+    wait_for(tmp_path / "met")
     assert training.launcher is not None
     training.launcher.send_signal(signal.SIGINT)
     for _ in range(20):  # it waits for the update, which never ends

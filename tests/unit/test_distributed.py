@@ -19,11 +19,12 @@ from mar_grpo.noise import noise_key
 from mar_grpo.store import Store
 from mar_grpo.training.distributed import deal
 from mar_grpo.training.learner import Learner
+from tests.unit import toy
 from tests.unit.toy_run import finished, parameters, spawn, stored_rows, without_time
 
 FSDP, LOW = ["training.parallel=fsdp"], ["training.precision=bfloat16"]
 BOTH = ["algorithm.trained=both"]
-ADAM = ["optimizer.kind=adamw", "optimizer.learning_rate=1e-4"]  # it makes steps of gradients that are rounding alone
+ADAM = ["optimizer.kind=adamw", "optimizer.learning_rate=1e-4"]
 
 
 COARSE = ["rewards.components={tests.unit.test_distributed:coarse: 1}"]
@@ -168,7 +169,10 @@ def test_a_sharded_policy_learns_the_same(toy_folder: Path, changes: list[str]) 
     found, weights = several(toy_folder, "runs/fsdp", *changes, *FSDP)
     for row, expected in zip(found, without_time(rows), strict=True):
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    assert close(weights, parameters(toy_folder, usual), 1e-5)
+    expected = parameters(toy_folder, usual)
+    if "optimizer.kind=adamw" in changes:  # it divides gradients by their size: that of a key's bias is rounding alone
+        weights, expected = ({n: v for n, v in each.items() if "qkv.bias" not in n} for each in (weights, expected))
+    assert close(weights, expected, 1e-5)
 
 
 def test_activation_checkpointing_changes_no_number(toy_folder: Path) -> None:
