@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := models,pipelines,store,dev
+EXTRAS := models,pipelines,data,store,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help install run test lint format compile clean
@@ -26,7 +26,7 @@ run: install ## Run the whole pipeline here on its own S3 server; options: make 
 	$(BIN)/mar-grpo run $(ARGS)
 
 test: install ## Run all tests, the short pipeline through S3 included; options: make test ARGS='-k NAME'
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: install ## Check style (ruff), types (mypy) and that the compiled YAML is up to date
 	$(BIN)/ruff check .

@@ -10,26 +10,37 @@ from typing import Annotated, Literal
 
 import typer
 
+from mar_grpo.commands import prompts as prompt_commands
 from mar_grpo.commands.options import CheckpointOption, RecipeOption, SetOption, WorkOption, interruptible
 from mar_grpo.errors import InputError, MarGrpoError
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # a help text may hold brackets, which are markup otherwise; so for every app below
     add_completion=False,
     help="Reinforcement-learning fine-tuning of autoregressive-plus-diffusion image generators. "
     "Exit codes: 2 wrong input or recipe, 3 unhealthy training, 75 try again, 130 interrupted.",
 )
-recipe_app = typer.Typer(no_args_is_help=True, help="Recipes that ship with the package, and what they resolve to.")
+recipe_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Recipes that ship with the package, and what they resolve to."
+)
 app.add_typer(recipe_app, name="recipe")
-checkpoint_app = typer.Typer(no_args_is_help=True, help="What a checkpoint is, and the same in another layout.")
+checkpoint_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="What a checkpoint is, and the same in another layout."
+)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(prompt_commands.app, name="prompts")
 
 
 @app.command()
 def run(
     recipe: RecipeOption = "emoji",
     set_: SetOption = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="Go on with this run, a name or STORE/runs/NAME, and its own recipe, changed by --set."),
+    ] = None,
     store: Annotated[
         str | None,
         typer.Option(help="Your own store, s3://BUCKET[/PREFIX] or file:///FOLDER; else one is started here."),
@@ -43,19 +54,31 @@ def run(
     from mar_grpo.launch.object_store import serve
     from mar_grpo.launch.pipeline import run_pipeline
     from mar_grpo.progress import View
+    from mar_grpo.runs import Run
     from mar_grpo.steps import locate_run
+    from mar_grpo.store import Store
     from mar_grpo.summary import collect
 
-    text, work = load_recipe(recipe, set_ or []).model_dump_json(), work.resolve()
-    options = ["--recipe", recipe, *(part for override in set_ or [] for part in ("--set", override))]
+    if resume and fresh:
+        raise InputError("--resume and --fresh do not fit", where=resume)
+    if resume and "/runs/" in resume:
+        store, _, resume = resume.rstrip("/").rpartition("/runs/")
+    text, overrides, work = "", set_ or [], work.resolve()
+    if not resume:
+        text, overrides = load_recipe(recipe, overrides).model_dump_json(), []
+    options = ["--resume", resume] if resume else ["--recipe", recipe]
+    options += [part for override in set_ or [] for part in ("--set", override)]
     command = shlex.join(["mar-grpo", "run", *options, *(["--store", store] if store else [])])
     with interruptible(), processes.locked(work), contextlib.ExitStack() as stack:
         own = store is None
         uri = stack.enter_context(serve(work / "store")).uri() if store is None else store
-        parameters = {"recipe": text, "store": uri, "fresh": fresh, "command": command}
+        text = Run(Store(uri), resume).uri if resume else text
+        opened, loaded = locate_run(text, uri, overrides)
+        grace = loaded.training.stop_grace_seconds
+        parameters = {"recipe": text, "overrides": overrides, "store": uri, "fresh": fresh, "command": command}
         with View() as view:
-            run_pipeline(parameters, work=work, show=view.show)
-        print(collect(locate_run(text, uri)[0], work, with_checkpoint=own))
+            run_pipeline(parameters, work=work, show=view.show, grace_seconds=grace)
+        print(collect(opened, work, with_checkpoint=own))
 
 
 @app.command()
@@ -192,26 +215,27 @@ def sample(
 
 
 @app.command()
-def prompts(
-    store: Annotated[str, typer.Option(help="Where to write, s3://BUCKET[/PREFIX] or file:///FOLDER.")],
-    recipe: RecipeOption = "emoji",
+def plan(
+    recipe: Annotated[str, typer.Argument(help="Name, path or URI of a recipe.")],
+    gpu_memory_gib: Annotated[float, typer.Option(min=0.001, help="Memory of one GPU, GiB.")],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs, a process each.")] = 1,
+    checkpoint: Annotated[str | None, typer.Option(help="Else the recipe's; published://NAME for a size.")] = None,
     set_: SetOption = None,
-    prefix: Annotated[str, typer.Option(help="Folder in the store.")] = "prompts",
+    json_: Annotated[Path | None, typer.Option("--json", help="File for the numbers.")] = None,
+    work: WorkOption = Path(".mar-grpo"),
 ) -> None:
-    """Write a recipe's training and held-out prompts as WebDataset shards with their documents."""
-    from mar_grpo.config import load_recipe
-    from mar_grpo.data.build import build_prompt_set
-    from mar_grpo.documents import write_document
-    from mar_grpo.store import Store
+    """Memory that training a recipe takes, from shapes alone, and what to change (exit code 2 where nothing fits)."""
+    from rich.console import Console
 
-    config, place = load_recipe(recipe, set_ or []).data, Store(store)
-    if place.scheme == "file":
-        place.make_root()
-    train_set = build_prompt_set(place, f"{prefix}/train", config, "train")
-    held_out = build_prompt_set(place, f"{prefix}/evaluation", config, "evaluation")
-    for name, made in (("train", train_set), ("evaluation", held_out)):
-        reference = write_document(place, f"{prefix}/{name}.json", made)
-        print(f"{made.samples:6d} samples  {reference.uri}#{reference.sha256}")
+    from mar_grpo.commands import plan as planning
+    from mar_grpo.config import load_recipe
+    from mar_grpo.models.outlines import outline
+
+    loaded, memory = load_recipe(recipe, set_ or []), int(gpu_memory_gib * 2**30)
+    policy = outline(checkpoint or loaded.checkpoint.uri, work / "checkpoints")
+    estimate, advice = planning.choose(loaded, policy, gpus=gpus, memory_bytes=memory)
+    planning.show(estimate, advice, memory, Console(), json_)
+    raise SystemExit(0 if estimate.bytes <= memory else 2)
 
 
 @app.command()

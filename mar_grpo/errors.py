@@ -40,3 +40,9 @@ class RetryableError(MarGrpoError):
     """Something outside failed (store, network, a taken port). Try again later (exit code 75)."""
 
     exit_code = 75
+
+
+class StoppedError(MarGrpoError):
+    """Someone pressed Ctrl-C; what was done is saved (exit code 130)."""
+
+    exit_code = 130

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -35,13 +36,14 @@ if TYPE_CHECKING:
 REWARD_PROMPTS = 120
 """Training prompts whose pictures are scored before and after with the training reward."""
 CHAMPION = "champion.json"
+RUN_URI = re.compile(r"(file|s3)://\S+/runs/[a-z0-9-]+/?")
 
 
 def validate_inputs(recipe: str, store: str, *, overrides: Sequence[str] = (), fresh: bool = False) -> Run:
     """Check all that can be wrong before anything is made, and open the run.
 
     Args:
-        recipe: name, path, URI or JSON text.
+        recipe: name, path, URI or JSON text; or the URI of a run, which then goes on with the overrides.
         store: root URI; a bucket must exist, a folder is made.
         fresh: delete what an earlier run of the same recipe left.
 
@@ -51,6 +53,7 @@ def validate_inputs(recipe: str, store: str, *, overrides: Sequence[str] = (), f
     from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy
     from mar_grpo.rewards.mix import RewardMix
     from mar_grpo.rollout import schedule_of
+    from mar_grpo.training.resume import refuse_changes
 
     run, loaded = locate_run(recipe, store, overrides)
     if run.store.scheme == "file":
@@ -60,6 +63,8 @@ def validate_inputs(recipe: str, store: str, *, overrides: Sequence[str] = (), f
         run.delete()
     emit("step", step="validate_inputs", state="started")
     started = time.monotonic()
+    if run.store.exists(f"{run.prefix}/training/state/LATEST"):
+        refuse_changes(json.loads(run.recipe_text()), loaded.model_dump(mode="json"), where=run.uri)
     RewardMix(loaded.rewards)
     policy = load_policy(
         fetch_checkpoint(loaded.checkpoint.uri, run.work() / "checkpoints", sha256=loaded.checkpoint.sha256)
@@ -77,9 +82,15 @@ def validate_inputs(recipe: str, store: str, *, overrides: Sequence[str] = (), f
 
 
 def locate_run(recipe: str, store: str, overrides: Sequence[str] = ()) -> tuple[Run, Recipe]:
-    """The run of a recipe in a store: equal recipes (seed included) are one run."""
+    """The run of a recipe in a store: equal recipes (seed included) are one run.
+
+    The URI of a run as the recipe is that run, with its own recipe and the overrides.
+    """
     from mar_grpo.config import load_recipe
 
+    if RUN_URI.fullmatch(recipe):
+        run = Run.open(recipe)
+        return run, load_recipe(run.recipe_text(), overrides)
     loaded = load_recipe(recipe, overrides)
     return Run(Store(store), f"{loaded.name}-seed{loaded.seed}-{loaded.digest[:8]}"), loaded
 
@@ -161,6 +172,7 @@ def grpo_training(run: Run, checkpoint: DocumentRef, prompts: DocumentRef, evalu
             threads=recipe.training.threads,
             folder=run.work() / "launch",
             max_relaunches=recipe.training.max_relaunches,
+            grace_seconds=recipe.training.stop_grace_seconds,
         )
         return finished_training(run)
 

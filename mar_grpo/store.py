@@ -96,7 +96,7 @@ class Store:
 
     def read_bytes(self, key: str, *, sha256: str | None = None) -> bytes:
         """Whole object; checked against `sha256` when given."""
-        data = b"".join(self._blocks(key))
+        data = b"".join(self.blocks(key))
         self._check_digest(key, hashlib.sha256(data).hexdigest(), sha256)
         return data
 
@@ -139,7 +139,7 @@ class Store:
         """Read the object through and describe it."""
         size, etag = self.stat(key)
         digest = hashlib.sha256()
-        for block in self._blocks(key, (size, etag)):
+        for block in self.blocks(key, (size, etag)):
             digest.update(block)
         return FileEntry(uri=self.uri(key), bytes=size, sha256=digest.hexdigest(), etag=etag)
 
@@ -150,7 +150,7 @@ class Store:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with PartFile(target) as part:
-                for block in self._blocks(key):
+                for block in self.blocks(key):
                     digest.update(block)
                     part.file.write(block)
                 self._check_digest(key, digest.hexdigest(), sha256)
@@ -246,7 +246,8 @@ class Store:
             self._connection = (process, made)
         return self._connection[1]
 
-    def _blocks(self, key: str, version: tuple[int, str] | None = None) -> Iterator[bytes]:
+    def blocks(self, key: str, version: tuple[int, str] | None = None) -> Iterator[bytes]:
+        """The object in pieces of BLOCK_BYTES, all of one version: (size, etag), as `stat` gives it."""
         size, etag = version or self.stat(key)
         for start in range(0, size, BLOCK_BYTES):
             yield self.read_range(key, start, min(BLOCK_BYTES, size - start), etag)

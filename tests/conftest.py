@@ -8,6 +8,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: files of tests run beside each other, one a core
+
 import hypothesis
 import pytest
 

@@ -178,6 +178,7 @@ def backward(
     steps: Steps,
     scales: Scales,
     config: AlgorithmConfig,
+    always: bool = False,
 ) -> LossParts:
     """Accumulate the gradient of the loss of one micro-batch in the parameters that require one.
 
@@ -186,6 +187,7 @@ def backward(
         reference: what the KL is to, under the same; None where kl.kind is off.
         advantage: [B].
         steps: those the batch was recorded with.
+        always: call the trunk even if no image has a gradient: processes that share a policy out do it together.
 
     Raises:
         UnhealthyError: the trunk does not give the z of the rollout, or gives numbers that are not finite.
@@ -196,9 +198,12 @@ def backward(
     leaves = live.leaves()
     first = not batch.old
     images = torch.arange(len(advantage)) if reference else advantage.nonzero()[:, 0].cpu()  # others have no gradient
-    if not len(images):  # one without a gradient: processes that share a policy out have to call it equally often
+    if not len(images) and always:
         images = torch.zeros(1, dtype=torch.int64)
     images = images.to(batch.index.device)
+    if not len(images):
+        total.add(**_selected(batch))
+        return total
     for step in batch.rollout.steps:
         canvas = (step.tokens[images], step.known[images], step.num_known, step.places[images])
         latents = leaves.rows(batch.index[images]).latents(*canvas)

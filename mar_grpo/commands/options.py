@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -19,12 +21,21 @@ WorkOption = Annotated[Path, typer.Option(help="Local folder for the store, runs
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP unwind the stack, so that children and servers end; exit codes 130, 143 and 129."""
+    """Ctrl-C, SIGTERM and SIGHUP unwind the stack, so that children save and end; exit codes 130, 75 and 129.
+
+    Ctrl-C again ends them at once.
+    """
 
     def leave(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
+        raise SystemExit(75 if number == signal.SIGTERM else 128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        os.write(sys.stderr.fileno(), b"stopping; Ctrl-C again stops at once\n")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise KeyboardInterrupt
+
+    handlers: dict[signal.Signals, Any] = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGINT: interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     except KeyboardInterrupt:

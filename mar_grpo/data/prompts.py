@@ -16,7 +16,16 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mar_grpo.errors import InputError
 from mar_grpo.store import canonical_json, parse_json, read_uri
@@ -87,12 +96,14 @@ class PromptRecord(_Part):
         return prompt
 
     @model_validator(mode="after")
-    def _consistent(self) -> PromptRecord:
+    def _consistent(self, info: ValidationInfo) -> PromptRecord:
         if self.tag in GENEVAL_TAGS and not self.include:
             raise ValueError(f"a record tagged {self.tag} needs at least one entry in include")
         for place, entry in enumerate(self.include):
             if entry.position and entry.position[1] >= place:
                 raise ValueError(f"include[{place}].position refers to entry {entry.position[1]}, which is not earlier")
+        if info.mode == "json" and not self.metadata:
+            return self  # texts that come out of JSON are whole
         try:
             canonical_json(self.as_dict())
         except InputError as error:  # half a surrogate pair, an overflowing number
@@ -186,6 +197,14 @@ def validated(fields: Any, *, where: str) -> PromptRecord:
         raise InputError(text[0].lower() + text[1:], where=f"{where}, field {path}" if path else where) from error
 
 
+def record_from_json(data: bytes, *, where: str, member: str) -> PromptRecord:
+    """As `validated`, from JSON; `member` is the file it is in."""
+    try:
+        return PromptRecord.model_validate_json(data)
+    except ValidationError:  # read again for the message
+        return validated(parse_json(data, where=f"{where}, member {member}"), where=where)
+
+
 def parse_row(row: Any, *, where: str) -> PromptRecord:
     """A record from one row of a prompt file, in any of the known forms; a string is a plain prompt."""
     if isinstance(row, str):
@@ -210,8 +229,9 @@ def read_prompt_file(uri: str) -> list[PromptRecord]:
     """Records of a prompt file, in order. A row that occurs twice is two equal records (Flow-GRPO weighs so).
 
     Args:
-        uri: path, file:// or s3:// URI of a .json (an array, or JSON Lines), .jsonl or .csv file. In a CSV file
-            `include` and `exclude` hold JSON, and an empty cell is an absent field.
+        uri: path, file:// or s3:// URI of a .json (an array, or JSON Lines), .jsonl, .csv or .parquet file. In a
+            CSV file (and in text columns of Parquet) `include` and `exclude` hold JSON, and an empty cell is an absent
+            field.
 
     Errors: InputError that names the file, the line (in an array the record, from 1 on) and the field.
     """
@@ -277,4 +297,23 @@ def _csv_rows(data: bytes, name: str) -> Iterator[tuple[str, Any]]:
         raise InputError(f"not valid CSV: {error}", where=f"{name}, line {table.line_num}") from error
 
 
-_READERS = {".json": _json_rows, ".jsonl": _line_rows, ".csv": _csv_rows}
+def _parquet_rows(data: bytes, name: str) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError("Parquet needs pyarrow", where=name, hint="pip install 'mar-grpo[data]'") from error
+    try:
+        rows = pyarrow.parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"not a readable Parquet file: {' '.join(str(error).split())[:200]}", where=name) from error
+    for number, row in enumerate(rows, 1):
+        where = f"{name}, record {number}"
+        filled = {column: cell for column, cell in row.items() if cell is not None}
+        for column in ("include", "exclude"):
+            if isinstance(filled.get(column), str):
+                filled[column] = parse_json(filled[column].encode(), where=f"{where}, field {column}")
+        yield where, filled
+
+
+_READERS = {".json": _json_rows, ".jsonl": _line_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,14 +18,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mar_grpo.data.prompts import RECORD_SCHEMA, PromptRecord, validated
+from mar_grpo.data.prompts import RECORD_SCHEMA, PromptRecord, record_from_json
+from mar_grpo.data.reader import ShardReader
+from mar_grpo.data.tar import parse_tar, place
 from mar_grpo.documents import PromptSet, Shard
 from mar_grpo.errors import InputError
-from mar_grpo.store import Store, canonical_json, parse_json, read_uri
+from mar_grpo.store import BLOCK_BYTES, Store, canonical_json
 
 Kind = Literal["prompts", "scenes"]
 _MEMBERS: dict[str, set[str]] = {"prompts": {"json"}, "scenes": {"json", "png"}}
-_END_BYTES = 2 * tarfile.BLOCKSIZE  # a tar ends with at least two blocks of zeros
+PASS_BYTES = 256 * 2**20  # what a pass over a whole set may hold
 _OWNER = "mar-grpo"
 
 
@@ -107,112 +108,49 @@ def _members(kind: str) -> str:
 
 
 def read_shards(prompt_set: PromptSet, store: Store | None = None) -> Iterator[Sample]:
-    """Every sample of the set in order, each shard checked as in `read_shard` before its first sample is given.
+    """Every sample of the set in order, each shard checked (ShardReader) before its first sample is given.
 
-    Errors: as `read_shard`; a key that two shards use.
+    Args:
+        store: used for shards that lie in it; any other is read by its full URI.
+
+    Errors: as `ShardReader.read` and `decode`; a key that two shards use.
     """
+    check_schema(prompt_set)
+    reader = ShardReader(prompt_set, store, cache_bytes=PASS_BYTES)
     owner: dict[str, str] = {}
-    for shard in prompt_set.shards:
-        for sample in read_shard(prompt_set, shard, store):
-            if sample.key in owner:
-                where = f"{shard.uri}, sample {sample.key}"
-                raise InputError("the key is used twice", where=where, hint=f"the other one is in {owner[sample.key]}")
-            owner[sample.key] = shard.uri
-            yield sample
+    for number, shard in enumerate(prompt_set.shards):
+        for stretch in reader.runs(number, BLOCK_BYTES):
+            for sample in samples_in(stretch, prompt_set, shard.uri):
+                if sample.key in owner:
+                    where = place(shard.uri, sample.key)
+                    hint = f"the other one is in {owner[sample.key]}"
+                    raise InputError("the key is used twice", where=where, hint=hint)
+                owner[sample.key] = shard.uri
+                yield sample
+        reader.drop(number)
     if len(owner) != prompt_set.samples:
         first = prompt_set.shards[0].uri
         raise InputError(f"the set holds {len(owner)} samples, its document says {prompt_set.samples}", where=first)
 
 
-def read_shard(prompt_set: PromptSet, shard: Shard, store: Store | None = None) -> list[Sample]:
-    """Samples of one shard, after its bytes, digest, tar structure, sample count and records were checked.
-
-    Args:
-        store: used for shards that lie in it; any other is read by its full URI.
-
-    Errors: InputError that names the shard and, where there is one, the sample and the field.
-    """
+def check_schema(prompt_set: PromptSet) -> None:
+    """InputError if this release does not read the set's records."""
     if prompt_set.record_schema != RECORD_SCHEMA:
-        found = prompt_set.record_schema
-        raise InputError(f"the records have schema {found!r}, this release reads {RECORD_SCHEMA!r}", where=shard.uri)
-    inside = store is not None and shard.uri.startswith(store.uri("x")[:-1])
-    data = store.read_bytes(store.key(shard.uri)) if store is not None and inside else read_uri(shard.uri)
-    hint = "copy the shard again, or build the prompt set anew"
-    if len(data) != shard.bytes:
-        cut = "is cut" if len(data) < shard.bytes else "is too long"
-        text = f"the shard {cut}: {len(data):,} bytes, the prompt set says {shard.bytes:,}"
-        raise InputError(text, where=_place(shard.uri, _last_key(data)), hint=hint)
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != shard.sha256:
-        text = f"the shard is not the one the prompt set lists: sha256 {digest}, expected {shard.sha256}"
-        raise InputError(text, where=shard.uri, hint=hint)
-    samples = [_sample(key, parts, prompt_set.kind, shard.uri) for key, parts in parse_tar(data, name=shard.uri)]
-    if len(samples) != shard.samples:
-        text = f"the shard holds {len(samples)} samples, the prompt set says {shard.samples}"
-        raise InputError(text, where=shard.uri, hint=hint)
-    return samples
+        text = f"the records have schema {prompt_set.record_schema!r}, this release reads {RECORD_SCHEMA!r}"
+        raise InputError(text, where=prompt_set.shards[0].uri)
 
 
-def parse_tar(data: bytes, *, name: str) -> list[tuple[str, dict[str, bytes]]]:
-    """Members of a complete WebDataset tar by sample: [(key, {extension: bytes})].
-
-    Errors: InputError that names the tar and the sample when it was cut in a member or between two, when a sample
-    occurs twice, when its members do not follow each other, or when a member is no plain file.
-    """
-    samples: dict[str, dict[str, bytes]] = {}
-    last = ""
-    for key, extension, content in _members_of(data, name):
-        parts = samples.setdefault(key, {})
-        if extension in parts:
-            raise InputError(f"the sample is there twice (a second {key}.{extension})", where=_place(name, key))
-        if parts and key != last:
-            text = f"the members of the sample do not follow each other ({key}.{extension})"
-            raise InputError(text, where=_place(name, key))
-        parts[extension] = content
-        last = key
-    return list(samples.items())
+def samples_in(stretch: bytes, prompt_set: PromptSet, shard: str) -> Iterator[Sample]:
+    """The samples of a stretch that a ShardReader gave."""
+    for key, parts in parse_tar(stretch, name=shard, whole=False):
+        yield decode(key, parts, prompt_set.kind, shard)
 
 
-def _members_of(data: bytes, name: str) -> Iterator[tuple[str, str, bytes]]:
-    """(key, extension, content) of every member in order, then the proof that the archive ends where its writer did."""
-    key = ""
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                named = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", member.name)
-                if named is None or not member.isreg() or member.issparse() or member.size < 0:
-                    text = f"the member {member.name!r} is no plain file called KEY.EXTENSION"
-                    raise InputError(text, where=_place(name, key, "after "))
-                key, extension = named.groups()
-                yield key, extension, data[member.offset_data : member.offset_data + member.size]
-            end = data[tar.offset :]  # type: ignore[attr-defined, unused-ignore]
-    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        raise InputError(f"the shard is cut or damaged: {error}", where=_place(name, key)) from error
-    if end.strip(b"\0"):
-        raise InputError("the shard is cut or damaged: no member follows", where=_place(name, key, "after "))
-    if len(end) < _END_BYTES:
-        raise InputError("the shard is cut: its end mark is missing", where=_place(name, key, "after "))
-
-
-def _last_key(data: bytes) -> str:
-    """Key of the last member whose header is whole, for a message about a cut shard."""
-    last = ""
-    try:
-        for key, _, _ in _members_of(data, ""):
-            last = key
-    except InputError:
-        pass  # what was found before the damage is the answer
-    return last
-
-
-def _sample(key: str, parts: dict[str, bytes], kind: str, shard: str) -> Sample:
-    where = _place(shard, key)
+def decode(key: str, parts: dict[str, bytes], kind: str, shard: str) -> Sample:
+    """A sample from the content of its members. InputError that names shard, sample and field."""
+    where = place(shard, key)
     if set(parts) != _MEMBERS[kind]:
         found = ", ".join(f"KEY.{name}" for name in sorted(parts))
         raise InputError(f"a set of {kind} holds {_members(kind)} a sample, found {found}", where=where)
-    record = validated(parse_json(parts["json"], where=f"{where}, member {key}.json"), where=where)
+    record = record_from_json(parts["json"], where=where, member=f"{key}.json")
     return Sample(key=key, record=record, png=parts.get("png"), shard=shard)
-
-
-def _place(shard: str, key: str, word: str = "") -> str:
-    return f"{shard}, {word}sample {key}" if key else shard

@@ -21,16 +21,20 @@ from mar_grpo.launch.failures import CLASSES
 from mar_grpo.progress import Event, parse
 from mar_grpo.runs import WORK
 
-GRACE_SECONDS = 15.0
+MORE_SECONDS = 15.0
+"""What the step's own process may take beside its training processes."""
 
 
-def run_pipeline(parameters: Mapping[str, Any], *, work: Path, show: Callable[[Event], None]) -> None:
+def run_pipeline(
+    parameters: Mapping[str, Any], *, work: Path, show: Callable[[Event], None], grace_seconds: float
+) -> None:
     """Run pipelines/mar_grpo_training with KFP's SubprocessRunner to its end.
 
     Args:
         parameters: of the pipeline.
         work: local folder: `pipeline.log` takes all that is no event, the rest is scratch space.
         show: gets every event as it happens.
+        grace_seconds: what training needs at most to save when it is stopped.
 
     Raises:
         MarGrpoError: a step failed; with the error, so the exit code, that it had there.
@@ -60,7 +64,7 @@ def run_pipeline(parameters: Mapping[str, Any], *, work: Path, show: Callable[[E
                     show(event)
             processes.wait(child)
         finally:
-            code = processes.stop(child, grace_seconds=GRACE_SECONDS, first=signal.SIGINT)
+            code = processes.stop(child, grace_seconds=grace_seconds + MORE_SECONDS, first=signal.SIGINT)
             shutil.rmtree(scratch, ignore_errors=True)
     if failure is not None:
         raise CLASSES.get(failure["exit_code"], MarGrpoError)(f"{failure['step']}: {failure['error']}")

@@ -95,12 +95,17 @@ def wait(process: subprocess.Popen[bytes], timeout_seconds: float | None = None)
 
 
 def stop(process: subprocess.Popen[bytes], *, grace_seconds: float, first: signal.Signals = signal.SIGTERM) -> int:
-    """End a process of `start` and its group: `first`, then SIGKILL after the grace time. Returns its exit code."""
+    """End a process of `start` and its group: `first`, then SIGKILL after the grace time, or at once on Ctrl-C.
+
+    Returns its exit code.
+    """
     if process.returncode is None:
-        if grace_seconds > 0 and not wait(process, 0.0):
-            _signal_group(process, first)
-            wait(process, grace_seconds)
-        _signal_group(process, signal.SIGKILL)  # also what a dead leader left behind
+        try:
+            if grace_seconds > 0 and not wait(process, 0.0):
+                _signal_group(process, first)
+                wait(process, grace_seconds)
+        finally:
+            _signal_group(process, signal.SIGKILL)  # also what a dead leader left behind
     return process.wait()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from mar_grpo.launch import processes
 from mar_grpo.progress import View, parse
 
-GRACE_SECONDS = 15.0
+GRACE_SECONDS = 60.0  # training saves first
 
 
 def run_shown(arguments: Sequence[str]) -> int:
@@ -28,6 +29,6 @@ def run_shown(arguments: Sequence[str]) -> int:
                     rest.append(text)
         processes.wait(child)
     finally:
-        code = processes.stop(child, grace_seconds=GRACE_SECONDS)
+        code = processes.stop(child, grace_seconds=GRACE_SECONDS, first=signal.SIGINT)
     print("".join(rest), end="")
     return code

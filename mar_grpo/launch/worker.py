@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mar_grpo.data.shards import read_shards
 from mar_grpo.documents import DocumentRef, PromptSet, read_document
 from mar_grpo.errors import RetryableError
 from mar_grpo.launch import processes
+from mar_grpo.launch.failures import reach
 from mar_grpo.models.policy import Policy
 from mar_grpo.noise import noise_key
 from mar_grpo.progress import emit
@@ -42,7 +44,7 @@ def work(
         folder: local files that come from the store.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        processes.end_with_parent(os.getppid())
+        processes.end_with_parent(os.getppid(), signal.SIGKILL)  # whoever comes next must not meet it
     try:
         return train(
             recipe,
@@ -86,6 +88,7 @@ def _judged(policy: Policy, recipe: Recipe, judge: TemplateJudge, records: Seque
 
 def _report(recipe: Recipe, row: dict[str, Any]) -> None:
     shown = {name: value for name, value in row.items() if name.startswith(("reward/", "held_out/", "seconds"))}
+    reach(row["update"])
     emit("progress", step="grpo_training", done=row["update"], total=recipe.training.updates, **shown)
 
 

@@ -43,6 +43,7 @@ from mar_grpo.models.vae import harmon_bytes, mar_bytes
 
 __all__ = ["fetch_checkpoint", "folder_digest", "load_policy", "publish_checkpoint", "save_policy"]
 
+Read = Callable[[Stored], Tensor] | None  # None: only names and shapes matter
 _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
@@ -51,6 +52,7 @@ def load_policy(
     *,
     others: Sequence[str | os.PathLike[str]] = (),
     dtype: torch.dtype | None = torch.float32,
+    weights: bool = True,
 ) -> Policy:
     """The policy of a folder or weights file, on the CPU, in eval mode.
 
@@ -59,21 +61,22 @@ def load_policy(
         others: places of what it lacks: kl16.ckpt or kl16.safetensors, tokenizer.json, the Harmon model around a bare
             MAR.
         dtype: of the weights in memory; None: as they are stored. Conversion costs the memory of the converted model.
+        weights: False checks names and shapes only, reads no value, and gives a policy on the meta device.
 
     Raises:
         InputError: a file is missing, cut or not what it should be; another family; a configuration has an unknown key;
             a tensor is missing, unexpected, of another shape or not finite. The message names file and tensor.
     """
-    path = Path(path)
+    path, read = Path(path), (lambda stored: stored.read(dtype)) if weights else None
     if (path / "model_index.json").exists() or (path / "transformer").is_dir():
-        policy: Policy = _load_nova(path, dtype)
+        policy: Policy = _load_nova(path, read)
     else:
         contents = open_contents(path, [Path(other) for other in others])
-        policy = (_load_harmon if contents.family == "harmon" else _load_mar)(contents, path, dtype)
-    return policy.eval()
+        policy = (_load_harmon if contents.family == "harmon" else _load_mar)(contents, path, read)
+    return policy.eval() if weights else policy.eval().to("meta")
 
 
-def _load_nova(folder: Path, dtype: torch.dtype | None) -> NovaPolicy:
+def _load_nova(folder: Path, read: Read) -> NovaPolicy:
     index = folder / "model_index.json"
     family = read_config(index).get("_class_name")
     if family != NOVA:
@@ -92,25 +95,25 @@ def _load_nova(folder: Path, dtype: torch.dtype | None) -> NovaPolicy:
         (policy.vae.model, "vae", DIFFUSERS_STEM, _current_vae_form),
         (policy.text.model, "text_encoder", TRANSFORMERS_STEM, _decoder_form),
     ):
-        _fill(module, form((each.name, each) for each in read_stem(folder / name, stem)), dtype, folder / name)
+        _fill(module, form((each.name, each) for each in read_stem(folder / name, stem)), read, folder / name)
     network = policy.transformer
     for table in ("image_pos", "video_pos"):  # not stored
         network.register_buffer(table, network.get_buffer(table).to(network.text_embed.weight.dtype), persistent=False)
     return policy
 
 
-def _load_mar(contents: Contents, path: Path, dtype: torch.dtype | None) -> MarPolicy:
+def _load_mar(contents: Contents, path: Path, read: Read) -> MarPolicy:
     config = _mar_config(contents, path)
     network = on_meta(lambda: Mar(config))
-    _fill(network, contents.part("mar"), dtype, path)
+    _fill(network, contents.part("mar"), read, path)
     names = read_config(contents.classes) if contents.classes else {}
     wrong = [name for name, number in names.items() if type(number) is not int]
     if wrong:
         raise InputError(f"class {wrong[0]!r} has no number", where=str(contents.classes))
-    return MarPolicy(network, _load_kl16(contents, path, dtype, mar_bytes), names)
+    return MarPolicy(network, _load_kl16(contents, path, read, mar_bytes), names)
 
 
-def _load_harmon(contents: Contents, path: Path, dtype: torch.dtype | None) -> HarmonPolicy:
+def _load_harmon(contents: Contents, path: Path, read: Read) -> HarmonPolicy:
     config = {key: value for key, value in contents.config.items() if key != "vae"}
     if "llm" not in config:
         config["llm"] = qwen_of(_shapes(contents.part("llm")), where=str(path))
@@ -120,13 +123,13 @@ def _load_harmon(contents: Contents, path: Path, dtype: torch.dtype | None) -> H
     refuse_unknown(settings.llm, "qwen2", where=f"{path}: config.json: llm")
     tensors = {name: stored for name, stored in contents.tensors.items() if not name.startswith("vae.")}
     head, embedding = tensors.pop("llm.lm_head.weight", None), tensors.get("llm.model.embed_tokens.weight")
-    if head and embedding and not torch.equal(head.tensor, embedding.tensor):
+    if read and head and embedding and not torch.equal(head.tensor, embedding.tensor):
         raise InputError(f"tensor {head.name} is not tied to the embedding", where=str(head.file))
-    _fill(network, tensors, dtype, path)
+    _fill(network, tensors, read, path)
     if contents.tokenizer is None:
         hint = "put tokenizer.json of the language model beside it, or name its place"
         raise InputError("Harmon's tokenizer.json is missing", where=str(path), hint=hint)
-    vae = _load_kl16(contents, path, dtype, harmon_bytes)
+    vae = _load_kl16(contents, path, read, harmon_bytes)
     return HarmonPolicy(network, vae, _read_tokenizer(contents.tokenizer))
 
 
@@ -135,7 +138,7 @@ def _mar_config(contents: Contents, path: Path) -> MarConfig:
     return MarConfig.from_dict(config)
 
 
-def _load_kl16(contents: Contents, path: Path, dtype: torch.dtype | None, to_bytes: Callable[[Tensor], Tensor]) -> Kl16:
+def _load_kl16(contents: Contents, path: Path, read: Read, to_bytes: Callable[[Tensor], Tensor]) -> Kl16:
     tensors = contents.part("vae")
     if not tensors:
         hint = "put kl16.ckpt or kl16.safetensors beside it, or name its place"
@@ -153,14 +156,14 @@ def _load_kl16(contents: Contents, path: Path, dtype: torch.dtype | None, to_byt
         if name in wanted and stored.tensor.shape == wanted[name].shape:
             stored = replace(stored, tensor=stored.tensor.view(shapes[ours[name]].shape))
         found[ours.get(name, name)] = stored
-    _fill(vae.model, found, dtype, path, names)
+    _fill(vae.model, found, read, path, names)
     return vae
 
 
 def _fill(
     module: nn.Module,
     tensors: Mapping[str, Stored],
-    dtype: torch.dtype | None,
+    read: Read,
     where: Path,
     published: Mapping[str, str] | None = None,
 ) -> None:
@@ -175,13 +178,15 @@ def _fill(
             shape = list(stored.tensor.shape)
             what = f"tensor {stored.name} has shape {shape}, config.json asks for {list(wanted[name].shape)}"
             raise InputError(what, where=file)
-        found[name] = stored.read(dtype)
-        if not stored.tensor.is_floating_point() or not finite(found[name]):
+        found[name] = read(stored) if read else stored.tensor
+        if read and not (stored.tensor.is_floating_point() and finite(found[name])):
             raise InputError(f"tensor {stored.name} holds values that are not finite numbers", where=file)
     missing = [(published or {}).get(name, name) for name in wanted if name not in found]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"tensor {missing[0]}{more} missing", where=str(where))
+    if not read:
+        return
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     module.load_state_dict(found, assign=True)
     for name, parameter in module.named_parameters():

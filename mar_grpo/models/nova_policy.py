@@ -70,11 +70,14 @@ class NovaPolicy(Policy):
         """DDPM or flow, as the checkpoint's scheduler_config.json says; nothing follows from the family's name."""
         if isinstance(num_steps, str):
             raise InputError(f"diffusion_steps {num_steps!r} is a respacing, a NOVA checkpoint takes a number of steps")
-        if self.scheduler_config.get("_class_name") == ddpm.FAMILY:
-            return ddpm.DdpmSchedule.from_config(self.scheduler_config, num_steps).to(self.device)
-        return flow.FlowSchedule.from_config(
-            self.scheduler_config, num_steps, eta=eta, last_step_deterministic=last_step_deterministic
-        ).to(self.device)
+        with torch.device("cpu"):  # tables are computed, also where models are built on meta
+            if self.scheduler_config.get("_class_name") == ddpm.FAMILY:
+                made: Schedule = ddpm.DdpmSchedule.from_config(self.scheduler_config, num_steps)
+            else:
+                made = flow.FlowSchedule.from_config(
+                    self.scheduler_config, num_steps, eta=eta, last_step_deterministic=last_step_deterministic
+                )
+        return made.to(self.device)
 
     def mask_schedule(self, ar_steps: int) -> list[int]:
         return mask_schedule(self.num_tokens, ar_steps)

@@ -113,3 +113,8 @@ def digest(values: Iterable[Tensor]) -> str:
     for value in values:
         found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
+
+
+def local(value: Tensor) -> Tensor:
+    """This process's part of a tensor that may be sharded, without gradient."""
+    return value.to_local().detach() if isinstance(value, DTensor) else value.detach()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mar_grpo.models.policy import Policy
-from mar_grpo.training.distributed import digest
+from mar_grpo.training.distributed import digest, local
 from mar_grpo.training.lora import add_adapters, merge_adapters, without_adapters
 from mar_grpo.training.optimization import Ema, make_optimizer, set_rate
 from mar_grpo.training.parts import trained_parameters
@@ -113,7 +113,7 @@ class Learner:
         whole = [value for value in self.trained if not isinstance(value, DTensor)]
         steps = [each["step"] for each in self.optimizer.state.values() if "step" in each]
         return {
-            "finite": all(bool(_local(value).isfinite().all()) for value in self.trained),
+            "finite": all(bool(local(value).isfinite().all()) for value in self.trained),
             "parameters": digest(whole),
             "optimiser step": digest(steps),
         }
@@ -188,8 +188,3 @@ class Learner:
 
 def _values(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in parameters.items()}
-
-
-def _local(value: Tensor) -> Tensor:
-    """This process's part of a tensor."""
-    return value.to_local() if isinstance(value, DTensor) else value.detach()

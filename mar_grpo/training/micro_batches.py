@@ -58,7 +58,7 @@ def make_images(
     Where the policy is on a GPU, images are scored while the next ones are made.
 
     Raises:
-        UnhealthyError: a reward is not finite; names prompt, place in the group, and component.
+        UnhealthyError: an image's tokens or a reward are not finite; names prompt, place in the group, and component.
     """
     at_once = recipe.training.micro_batch
     waiting: list[tuple[Sequence[PromptRecord], Batch, Callable[[], Scores]]] = []
@@ -72,6 +72,10 @@ def make_images(
             guided = Guided.of(policy, conditioning, recipe.sampling).rows(index)
             batch = record(guided, index, [one.key for one in some], steps, recipe.algorithm)
             images = policy.decode(batch.rollout.tokens).cpu()
+            finite = batch.rollout.tokens.isfinite().flatten(1).all(1).cpu().numpy()  # bytes would not show it
+            for bad in np.flatnonzero(~finite)[:1]:
+                hint = "lower optimizer.learning_rate; the last checkpoint is intact"
+                raise UnhealthyError("the tokens of an image are not finite", where=_place(some[bad]), hint=hint)
             scores = partial(_scores, rewards, images, some)
             waiting.append((list(prompts.values()), batch, worker.submit(scores).result if worker else scores))
         return [MicroBatch(records, batch, scored()) for records, batch, scored in waiting]
@@ -85,12 +89,14 @@ def gradient(
     advantage: Tensor,
     steps: Steps,
     scales: Scales,
+    always: bool = False,
 ) -> LossParts:
     """Add the gradient of the loss to whatever of the policy requires one.
 
     Args:
         advantage: of each image, in the order of the micro-batches.
         scales: of the whole update.
+        always: see `backward`.
 
     Raises:
         UnhealthyError: see `backward`.
@@ -104,7 +110,7 @@ def gradient(
             with torch.no_grad():
                 anchor = Guided.of(reference, conditioning, recipe.sampling, unguided=unguided)
         live = Guided.of(policy, conditioning, recipe.sampling, unguided=unguided)
-        parts.merge(backward(live, anchor, each.batch, part, steps, scales, recipe.algorithm))
+        parts.merge(backward(live, anchor, each.batch, part, steps, scales, recipe.algorithm, always))
     return parts
 
 
@@ -117,10 +123,14 @@ def _scores(rewards: RewardMix, images: Tensor, wanted: Sequence[Wanted]) -> Sco
     scores = rewards.compute(images, [one.record.as_dict() for one in wanted])
     for name, values in scores.items():
         for bad in np.flatnonzero(~np.isfinite(values))[:1]:
-            prompt = wanted[bad].record
             raise UnhealthyError(
                 f"the reward {name!r} is {values[bad]}",
-                where=f"prompt {prompt.prompt_id} {prompt.prompt[:80]!r}, image {wanted[bad].member} of its group",
+                where=_place(wanted[bad]),
                 hint="the scorer must return a finite number for every image",
             )
     return scores
+
+
+def _place(one: Wanted) -> str:
+    """Which image it is, for messages."""
+    return f"prompt {one.record.prompt_id} {one.record.prompt[:80]!r}, image {one.member} of its group"

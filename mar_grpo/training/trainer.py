@@ -12,7 +12,7 @@ is 1, there is nothing to clip) and the head is frozen; a transition without var
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from mar_grpo.algorithms.loss import LossParts, kept, scales
 from mar_grpo.algorithms.steps import choose_steps
 from mar_grpo.data.stream import PromptStream
 from mar_grpo.documents import DocumentRef, PromptSet, TrainingRun, read_document, write_document
-from mar_grpo.errors import MarGrpoError, UnhealthyError
+from mar_grpo.errors import MarGrpoError, RetryableError, UnhealthyError
 from mar_grpo.models.checkpoint import fetch_checkpoint, load_policy, publish_checkpoint, save_policy
 from mar_grpo.models.policy import Policy
 from mar_grpo.noise import noise_key
@@ -40,7 +40,8 @@ from mar_grpo.training.distributed import Processes, deal
 from mar_grpo.training.health import Health
 from mar_grpo.training.learner import Learner
 from mar_grpo.training.micro_batches import Wanted, gradient, make_images
-from mar_grpo.training.state import load_state, save_state
+from mar_grpo.training.state import States
+from mar_grpo.training.stopping import Abandoned, Stopping
 
 if TYPE_CHECKING:
     from mar_grpo.config import Recipe
@@ -71,7 +72,8 @@ def train(
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.set_flush_denormal(True)  # GELU's far tail makes them, and they slow CPU matrix products five times
-    with Processes() as processes:
+    store = Store(store.uri(), retry_seconds=config.store_patience_seconds)
+    with Processes() as processes, Stopping(config.stop_grace_seconds) as stopping:
         policy = load_policy(fetch_checkpoint(checkpoint, work / f"rank{processes.rank}"))
         policy.keep_features(store)
         learner = Learner(recipe, policy, processes.device, processes.mesh() if config.parallel == "fsdp" else None)
@@ -81,8 +83,10 @@ def train(
             cache_bytes=recipe.data.cache_bytes,
         )  # fmt: skip
         rewards = RewardMix(recipe.rewards, reward_device(recipe.rewards, processes.device))
-        fingerprint = hashlib.sha256(f"{recipe.digest} {checkpoint.sha256} {prompts.sha256}".encode()).hexdigest()
-        state = load_state(store, prefix, fingerprint=fingerprint)
+        about = {"recipe": recipe.model_dump(mode="json"), "checkpoint": checkpoint.sha256, "prompts": prompts.sha256}
+        states = States(store, prefix, processes, config.keep, about)
+        state = states.load(learner)
+        stopping.watch(learner.optimizer)
         metrics: list[dict[str, Any]] = state["metrics"] if state else []
         update = state["update"] if state else 0
         health = Health(config.health, [row for row in metrics if row["update"]])
@@ -97,14 +101,32 @@ def train(
             with learner.shown() as shown:
                 return held_out(shown, processes)
 
-        outcome, failure = "completed", None
+        def notes() -> dict[str, Any]:
+            return {"stream": stream.state(), "metrics": metrics, "seconds": time.monotonic() - began}
+
+        outcome, failure, score = "completed", None, None
         try:
             if held_out and config.held_out_every and not metrics:
                 metrics.append({"update": 0, **look()})
             while update < config.updates:
-                started = time.monotonic()
-                numbers = _update(recipe, learner, stream, rewards, health, processes, update)
+                if code := max(processes.gather(stopping.code)):
+                    states.wait()
+                    states.save(update, learner.state, notes, due=True, score=score)
+                    states.wait()
+                    raise stopping.error(code, update)
+                started, place = time.monotonic(), stream.state()
+                try:
+                    with stopping.update():
+                        numbers = _update(recipe, learner, stream, rewards, health, processes, update)
+                except Abandoned:
+                    stream.restore(place)  # nothing else has moved
+                    states.wait_alone()
+                    states.save_alone(update, learner.state(), notes())
+                    states.wait_alone()
+                    raise stopping.error(stopping.code, update) from None
                 update += 1
+                with processes.together():
+                    health.tensors(update, "weight", learner.parameters)
                 row: dict[str, Any] = {"update": update, **numbers, "seconds": time.monotonic() - started}
                 if config.held_out_every and update % config.held_out_every == 0:
                     row |= look()
@@ -115,16 +137,16 @@ def train(
                 metrics.append(row)
                 if processes.first:
                     report(row)
-                    if save:
-                        save_state(
-                            store, prefix, update, fingerprint=fingerprint, learner=learner.state(),
-                            stream=stream.state(), metrics=metrics, seconds=time.monotonic() - began,
-                        )  # fmt: skip
+                score = row.get(f"held_out/{recipe.gate.score}")
+                states.save(update, learner.state, notes, due=save, score=score)
+            states.wait()
         except MarGrpoError as error:
             outcome = "unhealthy" if isinstance(error, UnhealthyError) else "failed"
             failure = {"error": str(error), "exit_code": error.exit_code, "update": update, "rank": processes.rank}
             if processes.first:
-                _finish(recipe, store, prefix, metrics, outcome, failure, None, update, time.monotonic() - began)
+                quick = Store(store.uri(), retry_seconds=5)  # the store may be what failed
+                with contextlib.suppress(RetryableError):
+                    _finish(recipe, quick, prefix, metrics, outcome, failure, None, update, time.monotonic() - began)
             raise
         finished = learner.finished()
         if not processes.first:
@@ -192,11 +214,13 @@ def _update(
     for _ in range(algorithm.inner_updates):
         learner.optimizer.zero_grad(set_to_none=True)
         with nullcontext() if learner.sharded else processes.together():
-            parts = gradient(recipe, policy, learner.reference, batches, advantage, steps, weights)
+            parts = gradient(recipe, policy, learner.reference, batches, advantage, steps, weights, learner.sharded)
         processes.sum_gradients(learner.trained)
         merged = LossParts()
         for sums in processes.gather(parts.numbers()):
             merged.merge(LossParts.of(sums))
+        with processes.together():  # of what is sharded each sees its part
+            health.tensors(update + 1, "gradient", {name: value.grad for name, value in learner.parameters.items()})
         numbers |= {"gradient_norm": learner.clip(), **merged.means()}
         health.finite(update + 1, numbers)
         learner.step()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from mar_grpo.models.policy import Policy
+from mar_grpo.training.live import Live
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -40,49 +39,6 @@ class Cost:
     operations: int = 0
     head_operations: int = 0
     peak_bytes: int = 0
-
-
-class Live(TorchDispatchMode):
-    """Bytes of the storages that operations made inside and that are still alive: now, and at the peak.
-
-    What an operation reads and nobody has seen is from before (weights) and does not count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors(args):
-            self._seen.add(tensor.untyped_storage())
-        out = func(*args, **(kwargs or {}))
-        for tensor in _tensors((out,)):
-            self.hold(tensor)
-        return out
-
-    def hold(self, tensor: Tensor) -> None:
-        """Count a tensor's storage (once)."""
-        storage = tensor.untyped_storage()
-        if storage in self._seen:
-            return
-        self._seen.add(storage)
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, size).atexit = False
-
-    def _drop(self, size: int) -> None:
-        self.now -= size
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among values and lists of values."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def counted(work: Callable[[], Any], policies: Sequence[Policy], held: Sequence[Tensor] = ()) -> tuple[Any, Cost]:

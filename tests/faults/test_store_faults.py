@@ -27,26 +27,6 @@ BUCKET = object_store.BUCKET
 
 
 @pytest.fixture
-def start_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def start(*options: str) -> Server:
-        folder = tmp_path / f"server{len(servers)}"
-        folder.mkdir()
-        server = Server(folder, *options)
-        server.start()
-        servers.append(server)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.ports['s3.port']}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
-        return server
-
-    yield start
-    for server in servers:
-        server.kill()
-
-
-@pytest.fixture
 def line(s3_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     """A line to the session's server that this test's stores use."""
     line = Line(int(s3_environment["AWS_ENDPOINT_URL"].rpartition(":")[2]))
@@ -174,7 +154,7 @@ def test_a_killed_writer_never_leaves_half_an_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", [b"x" * 5000, b"x" * 2500, b"y" * 9000])
 def test_an_object_replaced_while_it_is_read_is_never_mixed(store: Store, other: bytes) -> None:
     store.write_bytes("key", b"o" * 5000)
-    blocks = store._blocks("key")
+    blocks = store.blocks("key")
     assert next(blocks) == b"o" * 1000
     store.write_bytes("key", other)
     with pytest.raises(InputError, match=r"was replaced while it was read.*key"):
@@ -298,7 +278,7 @@ def test_a_server_gone_in_mid_read_and_back(start_server: Callable[..., Server],
     data = os.urandom(5000)
     patient.write_bytes("key", data)
     hasty = Store(f"s3://{BUCKET}", retry_seconds=1)
-    blocks = hasty._blocks("key")
+    blocks = hasty.blocks("key")
     first = next(blocks)
     server.kill()
     with pytest.raises(RetryableError, match=r"could not read .*s3://mar-grpo/key.*http://127\.0\.0\.1"):

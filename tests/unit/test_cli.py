@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from rich.console import Console
 
 from mar_grpo import cli
 from mar_grpo.launch import processes
 from mar_grpo.progress import View, parse
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[list[str], Any]]:
+    """Every command and group of the CLI with the words that lead to it."""
+    yield list(path), group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, *path, name)
+
+
+COMMANDS = list(commands(typer.main.get_command(cli.app)))
 
 
 def call(*arguments: str) -> int:
@@ -26,6 +40,32 @@ def call(*arguments: str) -> int:
         except SystemExit as stopped:
             return int(stopped.code or 0)
     return 0
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(["mar-grpo", *path]) for path, _ in COMMANDS])
+def test_help_of_every_command(path: list[str], command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*path, "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(["mar-grpo", *path, "["]) in lines[0]
+    assert (command.help.splitlines()[0].split()[0]) in lines[2]
+    assert all(option in " ".join(lines) for parameter in command.params for option in getattr(parameter, "opts", []))
+    assert command.rich_markup_mode is None, "brackets in its help are read as markup"
+
+
+def test_help_on_a_terminal_with_colours() -> None:
+    """What a terminal is for typer and rich is decided when they are imported, hence a process of its own."""
+    code = (
+        "import sys; from tests.unit.test_cli import COMMANDS, call; "
+        "sys.exit(max(call(*path, '--help') for path, _ in COMMANDS))"
+    )
+    colours = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "80"}
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | colours, capture_output=True, text=True, check=False
+    )
+    assert (told.returncode, told.stderr) == (0, "")
+    assert told.stdout.count("Usage: ") == len(COMMANDS)
+    assert "s3://BUCKET[/PREFIX]" in told.stdout
+    assert max(map(len, told.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -73,11 +113,17 @@ def test_recipe_show_is_a_recipe_with_every_default(capsys: pytest.CaptureFixtur
 
 def test_prompts_are_written_with_their_documents(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     counts = ["--set", "data.train_prompts=12", "--set", "data.evaluation_prompts=12"]
-    assert call("prompts", "--store", str(tmp_path), *counts) == 0
+    assert call("prompts", "build", "--store", str(tmp_path), *counts) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all("#" in line for line in lines)
-    assert (tmp_path / "prompts" / "evaluation.json").exists()
+    document = tmp_path / "prompts" / "evaluation.json"
+    assert document.exists()
+    assert call("prompts", "inspect", str(document), "--examples", "2") == 0
+    assert call("prompts", "verify", str(document)) == 0
+    shard = next((tmp_path / "prompts" / "evaluation").glob("*.tar"))
+    shard.write_bytes(shard.read_bytes()[:1024])
+    assert call("prompts", "verify", str(document)) == 2
 
 
 def test_a_terminal_sees_steps_and_a_pipe_sees_json() -> None:

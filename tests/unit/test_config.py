@@ -33,7 +33,9 @@ algorithm.kl.kind algorithm.kl.coefficient algorithm.kl.reference algorithm.kl.r
 optimizer.kind optimizer.learning_rate optimizer.head_learning_rate optimizer.head_ema_decay optimizer.beta1
 optimizer.beta2 optimizer.weight_decay optimizer.warmup_updates optimizer.max_grad_norm
 training.updates training.prompts_per_update training.group_size training.micro_batch training.processes
-training.threads training.save_every training.held_out_every training.held_out_prompts training.max_relaunches
+training.threads training.save_every training.keep.last training.keep.best training.keep.every
+training.held_out_every training.held_out_prompts training.max_relaunches training.stop_grace_seconds
+training.store_patience_seconds
 training.health.patience training.health.compare_every training.lora.rank training.lora.alpha training.lora.targets
 training.parallel training.precision training.activation_checkpointing
 evaluation.samples_per_prompt evaluation.seed

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mar_grpo.documents import TrainingRun, read_document
+from mar_grpo.errors import RetryableError
 from mar_grpo.noise import noise_key
 from mar_grpo.store import Store
 from mar_grpo.training.distributed import deal
@@ -159,8 +160,14 @@ def test_a_rank_that_differs_is_named(toy_folder: Path, tamper: Callable[[], Non
     [
         [],
         [*ADAM, "algorithm.kl.kind=off", "training.activation_checkpointing=true", "sampling.guidance_scale=2"],
-        [*BOTH, "training.lora.rank=2", "algorithm.kl.reference=adapter_off", "optimizer.learning_rate=0.5"],
-        [*BOTH, "optimizer.head_ema_decay=0.5", "algorithm.kl.refresh_every=2", "algorithm.inner_updates=2"],
+        pytest.param(
+            [*BOTH, "training.lora.rank=2", "algorithm.kl.reference=adapter_off", "optimizer.learning_rate=0.5"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [*BOTH, "optimizer.head_ema_decay=0.5", "algorithm.kl.refresh_every=2", "algorithm.inner_updates=2"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["sgd", "adamw, checkpointed", "lora", "average, refreshed"],
 )  # fmt: skip
@@ -200,3 +207,26 @@ def test_bfloat16_weights_learn_nearly_the_same(toy_folder: Path, world: int) ->
         assert value.dtype == torch.float32
         assert torch.equal(value, start[name]) == torch.equal(exact[name], start[name]), name
     assert close(weights, exact, 2e-3)
+
+
+def stop_after_the_third() -> None:
+    def change(self: Learner, update: int) -> None:
+        usual(self, update)
+        if update == 2:
+            raise RetryableError("stopped")
+
+    usual, Learner.end = Learner.end, change  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param([], marks=pytest.mark.slow), [*LOW, *BOTH, "optimizer.head_ema_decay=0.5"]],
+    ids=["float32", "bfloat16"],
+)
+def test_a_sharded_run_goes_on_where_it_stopped(toy_folder: Path, changes: list[str]) -> None:
+    changes = [*changes, *ADAM, *FSDP, *COARSE]
+    rows, weights = several(toy_folder, "runs/whole", *changes)
+    stopped = spawn(toy_folder, "runs/cut", *changes, "training.processes=2", tamper=stop_after_the_third)
+    assert [code for code, _ in stopped] == [75, 75], stopped
+    again, same = several(toy_folder, "runs/cut", *changes)
+    assert again == rows and close(same, weights, 0.0)

@@ -92,7 +92,7 @@ def test_score_function_and_path_give_the_same_gradient(scheduler: dict[str, obj
         for parameter in parameters:
             parameter.grad = None
         tokens = sampled_path(policy, index, keys, sampling)
-        torch.testing.assert_close(tokens.detach(), u.rollout.tokens, rtol=0, atol=1e-4)
+        torch.testing.assert_close(tokens.detach(), u.rollout.tokens, rtol=2e-5, atol=1e-4)
         reward(tokens).mean().backward()
         paths.append(toy.flat(parameters))
     # compared along the gradient itself, as a batch that is not used again knows it, and in five other directions

@@ -211,3 +211,15 @@ def test_any_json_gives_a_record_or_one_clear_error(row: Any) -> None:
         assert "\n" not in str(error)
     else:
         assert validated(record.as_dict(), where="again") == record
+
+
+def test_parquet_holds_the_same_records_as_json_lines(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    include = [{"class": "cat", "count": 2, "color": None}]
+    rows = [
+        {"prompt": "two cats", "tag": "counting", "include": include},
+        {"prompt": "rain", "tag": None, "include": None},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    assert read_prompt_file(str(tmp_path / "p.parquet")) == read_prompt_file(str(tmp_path / "p.jsonl"))

@@ -73,14 +73,14 @@ def test_an_image_depends_on_prompt_and_key_only(scheduler: dict[str, object], s
     whole = rolled(policy, sampling, keep=["z"])
     for row in range(len(KEYS)):
         alone = rolled(policy, sampling, slice(row, row + 1))
-        torch.testing.assert_close(alone.tokens[0], whole.tokens[row], rtol=0, atol=1e-4)
+        torch.testing.assert_close(alone.tokens[0], whole.tokens[row], rtol=2e-5, atol=1e-4)
     scopes: list[Scope] = ["committed", "unknown"]
     for scope in scopes:
         for recorded in ([], [2], [0, 3, 4]):
             again = rolled(policy, sampling, recorded=every(recorded), scope=scope, keep=["before", "z"])
-            torch.testing.assert_close(again.tokens, whole.tokens, rtol=0, atol=1e-4)
+            torch.testing.assert_close(again.tokens, whole.tokens, rtol=2e-5, atol=1e-4)
             assert again.z is not None and whole.z is not None
-            torch.testing.assert_close(again.z, whole.z, rtol=0, atol=1e-4)
+            torch.testing.assert_close(again.z, whole.z, rtol=2e-5, atol=1e-4)
             assert [step.index for step in again.steps] == recorded
     other = Guided.of(policy, policy.encode_prompts(PROMPTS[::-1]), sampling)
     assert (roll_out(other, KEYS).tokens - whole.tokens).abs().amax(dim=(1, 2)).min() > 1e-3
@@ -118,7 +118,7 @@ def test_what_is_recorded_is_what_happened(policy: Policy, scope: Scope, samplin
             before, after = step.path.pair(j)
             mean, std = schedule.transition(j, before, guided_head(policy, sampling, before, j, result, step))
             own = mean + std * at(noise[j + 1], step.places)
-            torch.testing.assert_close(after[:, :count], own[:, :count], rtol=0, atol=1e-4)
+            torch.testing.assert_close(after[:, :count], own[:, :count], rtol=2e-5, atol=1e-4)
         canvas, known = canvas.clone(), known.clone()
         canvas.scatter_(1, step.places[:, :count, None].expand(-1, -1, policy.token_dim), final[:, :count])
         known.scatter_(1, step.places[:, :count], True)
@@ -162,7 +162,7 @@ def test_tokens_before_are_those_of_the_step_before(policy: Policy) -> None:
         assert torch.equal(now.before, earlier.path.final[:, earlier.num_committed :])
     (alone,) = rolled(policy, recorded={3: [0]}, scope="unknown", keep=["before"]).steps
     assert alone.before is not None and everything[3].before is not None
-    torch.testing.assert_close(alone.before, everything[3].before, rtol=0, atol=1e-4)
+    torch.testing.assert_close(alone.before, everything[3].before, rtol=2e-5, atol=1e-4)
     assert rolled(policy, recorded={3: [0]}, scope="unknown").steps[0].before is None
     assert rolled(policy, recorded={3: [0]}, keep=["before"]).steps[0].before is None
 
@@ -218,7 +218,7 @@ def test_only_what_the_update_reads_is_stored(policy: Policy) -> None:
     for step in result.steps:
         other = everything.steps[step.index]
         for j, state in step.path.states.items():
-            torch.testing.assert_close(state, other.path.states[j], rtol=0, atol=1e-4)
+            torch.testing.assert_close(state, other.path.states[j], rtol=2e-5, atol=1e-4)
         assert sorted(other.path.std) == [0, 1, 2, 3] and other.z_unconditional is not None
         composite = at(everything.z_unconditional, other.places)[:, : other.num_committed]
         assert torch.equal(other.z_unconditional[:, : other.num_committed], composite)

@@ -17,8 +17,9 @@ from mar_grpo.data.build import build_prompt_set, build_scene_set, prompt_record
 from mar_grpo.data.emoji import GLYPHS
 from mar_grpo.data.prompts import parse_row
 from mar_grpo.data.scenes import TAGS, render
-from mar_grpo.data.shards import Sample, parse_tar, read_shards, write_shards
+from mar_grpo.data.shards import Sample, read_shards, write_shards
 from mar_grpo.data.stream import DataConfig
+from mar_grpo.data.tar import parse_tar
 from mar_grpo.documents import PromptSet, read_document, write_document
 from mar_grpo.errors import InputError
 from mar_grpo.store import Store, read_uri

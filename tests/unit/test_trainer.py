@@ -48,8 +48,8 @@ def test_what_a_run_leaves(toy_folder: Path) -> None:
     for row in rows:
         assert all(np.isfinite(value) for value in row.values())
         assert {"gradient_norm", "kl", "live_groups", f"reward/{NAME}:brightness", "seconds"} <= row.keys()
-    states = [key for key in store.list("runs/a/state") if key.endswith(".pt")]
-    assert states == ["runs/a/state/update-000002.pt", "runs/a/state/update-000004.pt"]
+    states = [key for key in store.list("runs/a/state") if key.endswith("state.json")]
+    assert states == [f"runs/a/state/update-00000{update}/state.json" for update in (2, 4)]
     assert run.checkpoint is not None
     document = read_document(run.checkpoint, Checkpoint)
     references = json.loads((toy_folder / "references.json").read_text())
@@ -196,27 +196,83 @@ def test_rewards_beside_the_next_rollout_change_nothing(toy_folder: Path, monkey
     assert threads and threading.get_ident() not in threads
 
 
-@pytest.mark.parametrize("change", ["training.updates=6", "seed=1", "optimizer.learning_rate=0.01"])
-def test_the_state_of_another_recipe_is_refused(toy_folder: Path, change: str) -> None:
+@pytest.mark.parametrize("what", ["gradient", "weight"])
+def test_a_tensor_that_is_not_finite_is_named(what: str) -> None:
+    health, named = Health(HealthConfig()), {"a.weight": torch.ones(3), "b.bias": torch.zeros(2), "c": None}
+    health.tensors(1, what, named)
+    health.tensors(1, what, {"huge": torch.full((2,), 1e30)})  # only its norm is infinite
+    named["b.bias"] = torch.tensor([0.0, float("-inf")])
+    with pytest.raises(UnhealthyError, match=rf"the {what} of b\.bias is not finite \(update 4, -inf in b\.bias\)"):
+        health.tensors(4, what, named)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, stepped = trainer.gradient, []
+
+    def spoiled(recipe: Any, policy: Any, *rest: Any) -> Any:
+        parts = work(recipe, policy, *rest)
+        next(p for p in policy.trunk_parameters() if p.grad is not None).grad.flatten()[0] = float("nan")
+        return parts
+
+    monkeypatch.setattr(trainer, "gradient", spoiled)
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda *_, **__: stepped.append(1))
+    failed(toy_folder, UnhealthyError, r"the gradient of \S+ is not finite \(update 1, nan in")
+    assert not stepped
+
+
+def test_an_image_that_is_not_finite_is_named(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = micro_batches.record
+
+    def spoiled(*given: Any) -> Any:
+        batch = work(*given)
+        batch.rollout.tokens[4, 0, 0] = float("inf")
+        return batch
+
+    monkeypatch.setattr(micro_batches, "record", spoiled)
+    what = r"tokens of an image are not finite \(prompt [0-9a-f]{16} '.*', image 1 of its group\)"
+    failed(toy_folder, UnhealthyError, what)
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ("seed=1", "seed: 0 -> 1"),
+        ("optimizer.learning_rate=0.01", "optimizer.learning_rate: 0.05 -> 0.01"),
+        ("training.updates=1", "training.updates: 2 -> 1, 2 done"),
+        ("training.lora={}", "training.lora.rank: absent -> "),
+    ],
+)
+def test_a_change_that_would_spoil_the_run_is_refused(toy_folder: Path, change: str, difference: str) -> None:
     finished(toy_folder, "runs/a", "training.updates=2")
     before = Store(toy_folder / "store").read_bytes("runs/a/run.json")
-    with pytest.raises(InputError, match="belongs to another recipe, checkpoint or prompt set") as error:
+    with pytest.raises(InputError, match="belongs to another recipe") as error:
         toy_run.run(toy_folder, "runs/a", "training.updates=2", change)
-    assert error.value.exit_code == 2 and "update-000002.pt" in str(error.value)
+    assert error.value.exit_code == 2 and difference in str(error.value) and "update-000002" in str(error.value)
     assert Store(toy_folder / "store").read_bytes("runs/a/run.json") == before  # the other run is left as it is
 
 
-def test_a_damaged_state_is_refused(toy_folder: Path) -> None:
+def test_a_run_goes_on_with_more_updates(toy_folder: Path) -> None:
+    """The numbers are those of a run that was to be as long from the beginning."""
+    whole, _ = finished(toy_folder, "runs/whole")
     finished(toy_folder, "runs/a", "training.updates=2")
-    path = toy_folder / "store/runs/a/state/update-000002.pt"
+    changes = ["training.save_every=1", "training.keep.every=3", "training.threads=1", "gate.min_prompts=5"]
+    longer, rows = finished(toy_folder, "runs/a", "training.updates=4", *changes)
+    assert [row["update"] for row in rows] == [3, 4]
+    stored = [stored_rows(toy_folder, prefix) for prefix in ("runs/whole", "runs/a")]
+    assert without_time(stored[0]) == without_time(stored[1])
+    one, two = parameters(toy_folder, whole), parameters(toy_folder, longer)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", ["state.json", "rank-0000-0000.bin"])
+def test_a_damaged_state_is_refused(toy_folder: Path, name: str) -> None:
+    finished(toy_folder, "runs/a", "training.updates=2")
+    path = toy_folder / f"store/runs/a/state/update-000002/{name}"
     content = path.read_bytes()
-    for damaged in (content[:-10], content[:100] + b"x" + content[101:]):
-        path.write_bytes(damaged)
-        with pytest.raises(InputError, match=r"update-000002\.pt"):
+    for damaged in (content[:-10], content[:100] + b"x" + content[101:], None):
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        with pytest.raises(InputError, match=rf"update-000002/{name}"):
             toy_run.run(toy_folder, "runs/a", "training.updates=2")
-    path.unlink()
-    with pytest.raises(InputError, match=r"update-000002\.pt"):
-        toy_run.run(toy_folder, "runs/a", "training.updates=2")
 
 
 # --- the parts -----------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_z_of_the_update_is_that_of_the_rollout_in_train_mode_too(family: str) -
         torch.testing.assert_close(latents[0], step.z, rtol=0, atol=1e-5)
         whole = policy.ar_latents(step.tokens, step.known, live.cond)
         wide = step.places[..., None].expand(-1, -1, whole.shape[-1])
-        torch.testing.assert_close(whole.gather(1, wide), step.z, rtol=0, atol=1e-4)
+        torch.testing.assert_close(whole.gather(1, wide), step.z, rtol=2e-5, atol=1e-4)
         predict = live.predictor(live.head_conditions(*latents))
         for j in (0, 1, 2):
             before, after = step.path.pair(j)
@@ -385,4 +385,4 @@ def test_a_batch_holds_what_was_asked_for(changes: dict[str, Any], kept_parts: s
         held = {name for name in ("before", "z_unconditional") if getattr(step, name) is not None}
         held |= {"std"} if sorted(step.path.std) == steps[step.index] else set()
         assert held <= kept_parts and ("std" in held) == ("std" in kept_parts)
-    torch.testing.assert_close(batch.rollout.tokens, roll_out(live, KEYS).tokens, rtol=0, atol=1e-4)
+    torch.testing.assert_close(batch.rollout.tokens, roll_out(live, KEYS).tokens, rtol=2e-5, atol=1e-4)

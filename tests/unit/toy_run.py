@@ -79,9 +79,11 @@ def speaking(policy: Policy) -> Policy:
     return policy
 
 
-def prepare(folder: Path, policy: Policy | None = None, asked: Sequence[str] = PROMPTS) -> None:
-    """Publish a checkpoint and prompts in a file store."""
-    store = Store(folder / "store")
+def prepare(
+    folder: Path, policy: Policy | None = None, asked: Sequence[str] = PROMPTS, store: Store | None = None
+) -> None:
+    """Publish a checkpoint and prompts in a store, by default one of files in the folder."""
+    store = store or Store(folder / "store")
     store.make_root()
     start = save_policy(policy or toy.policy(), folder / "policy")
     checkpoint = publish_checkpoint(start, store, "checkpoint", step=0)
@@ -123,6 +125,12 @@ def finished(folder: Path, prefix: str, *overrides: str, **options: Any) -> tupl
     return document, rows
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def spawn(
     folder: Path, prefix: str, *overrides: str, world: int = 2, tamper: Callable[[], None] | None = None
 ) -> list[tuple[int, str]]:
@@ -132,10 +140,8 @@ def spawn(
         tamper: called in each before it begins; a function of a module.
     """
     START.set_forkserver_preload(["tests.unit.toy_run"])  # imports once
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    group["GLOO_SOCKET_IFNAME"] = "lo"
     said = [folder / f"rank{rank}.txt" for rank in range(world)]
     ranks = [
         START.Process(target=_rank, args=(group | {"RANK": str(rank)}, folder, prefix, overrides, tamper, said[rank]))
