@@ -162,19 +162,6 @@ class States:
         if saving:
             saving.result()
 
-    def best(self) -> int | None:
-        """Update of the kept state with the highest held-out score; known to the first process only."""
-        return best_of(self._scores)
-
-    def go_back(self, update: int) -> None:
-        """Forget the states after `update`, so that the run goes on from there in any case."""
-        self.wait()
-        if self.processes.first:
-            self._point(self.store.entry(self._key(update)))
-            self._scores = {number: score for number, score in self._scores.items() if number <= update}
-            self._prune()
-        self._newest = update
-
     def _write(self, update: int, head: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """In the thread."""
         folder = self._key(update).rpartition("/")[0]
