@@ -179,7 +179,7 @@ class Rehearsal:
         blocks = [each for each in self.policy.transformer.modules() if isinstance(each, Block | PreNormBlock)]
         try:
             for block in blocks if checkpointing else ():
-                again = partial(checkpoint, block.forward, use_reentrant=False)
+                again = partial(checkpoint, partial(_on_meta, block.forward), use_reentrant=False)
                 block.forward = again  # type: ignore[method-assign]
             yield
         finally:
@@ -369,3 +369,9 @@ def _size(step: RecordedStep) -> int:
     parts += [part for part in step.path.std.values() if isinstance(part, Tensor)]
     storages = {id(storage): storage.nbytes() for storage in (part.untyped_storage() for part in parts)}
     return sum(storages.values())
+
+
+def _on_meta(forward: Callable[..., Any], *args: Any) -> Any:
+    """A call inside OnMeta: what a backward pass makes again is outside every mode otherwise."""
+    with OnMeta():
+        return forward(*args)
